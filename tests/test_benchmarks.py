@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,7 +98,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation
     monkeypatch.setattr(measure, "IMPLEMENTATIONS", table)
     monkeypatch.setattr(measure, "limit_memory", lambda: None)
     monkeypatch.setattr(measure, "SHORT_S", NEVER)  # or one that this machine holds up has one round
-    return measure._measure(case, list(table), Options("cpu", 2, deadline), lambda text: None)
+    return measure._measure(case, list(table), Options("cpu", 2, deadline), lambda *told: None)
 
 
 def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +129,10 @@ def test_rounds_are_interleaved_and_rotate(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(measure, "SHORT_S", NEVER)
     calls: list[str] = []
     steps = {name: lambda name=name: calls.append(name) for name in "abc"}
-    found = measure.interleave(steps, 3, CPU, NEVER, lambda text: None)
+    found = measure.interleave(steps, 3, CPU, NEVER, lambda *told: None)
     assert "".join(calls) == "abcbcacab"
     assert all(len(report["times"]) == 3 for report in found.values())
-    found = measure.interleave(steps, 5, CPU, 0.0, lambda text: None)
+    found = measure.interleave(steps, 5, CPU, 0.0, lambda *told: None)
     assert all(len(report["times"]) == 1 for report in found.values()), "a deadline leaves one round"
 
 
@@ -151,7 +153,7 @@ def test_a_process_that_hangs_or_is_killed_is_described() -> None:
         process.run_in_subprocess(hang, silence_s=3.0)
     told: list[str] = []
     with pytest.raises(process.Died, match="out of memory: the process was killed") as death:
-        process.run_in_subprocess(is_killed, on_progress=told.append)
+        process.run_in_subprocess(is_killed, on_progress=lambda text, found: told.append(text))
     assert told == ["before"] == [death.value.last_message]
 
 
@@ -174,6 +176,35 @@ def test_who_kills_the_process_costs_itself_alone(monkeypatch: pytest.MonkeyPatc
     assert "illegal memory access" in found["eager"]["error"]
 
 
+def measure_slowly(case: Case, names: list[str], options: Options, on_progress: process.OnProgress) -> dict:
+    found: dict = {name: {"title": name} for name in names}
+    found["ours"] |= {"first_call_seconds": 0.5, "seconds": {"median": 1.0}}
+    found["trl"]["first_call_seconds"] = 0.5
+    on_progress("trl", found)
+    time.sleep(600)
+    return found
+
+
+def test_what_is_found_until_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_measure", measure_slowly)
+    told: list[dict] = []
+
+    def run(*arguments: object) -> object:
+        """Its time is over when it has told something."""
+        clock = SimpleNamespace(time=lambda: 1e9 if told else 0.0, sleep=time.sleep)
+        monkeypatch.setattr(process, "time", clock)
+        progress = lambda text, found: told.append(found)  # noqa: E731
+        return process.run_in_subprocess(*arguments, on_progress=progress, deadline=1e6)
+
+    names = ["ours", "trl", "eager"]
+    found = measure.measure(TINY, names, ONCE, run)["implementations"]
+    assert [report.get("error") for report in found.values()] == [None, process.NOT_RUN, process.NOT_RUN]
+    assert list(found) == names and len(told) == 1 and found["ours"]["seconds"] == {"median": 1.0}
+    late = functools.partial(process.run_in_subprocess, deadline=0.0)
+    for report in measure.measure(TINY, names, ONCE, late)["implementations"].values():
+        assert report["error"] == process.NOT_RUN and report["title"]
+
+
 def test_memory_is_that_of_the_call() -> None:
     case = make_case("512x32x16384", "float32")
     logits = 512 * 16384 * 4
@@ -191,7 +222,8 @@ def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytes
     options = ["--shapes", "tiny:64", "--against", "eager", "--device", "cpu", "--rounds", "2", "--output", str(output)]
     assert main(["bench", *options]) == 0
     said = capfd.readouterr().out
-    assert "tiny (64, 64, 2048), bfloat16, step" in said
+    assert said.startswith("1 case\n") and "\n1/1 tiny (64, 64, 2048), bfloat16, step: ours, floor, eager\n" in said
+    assert said.index("  ours: first call ") < said.index("  eager PyTorch: first call ") < said.index("median ms")
     document = json.loads(output.read_text())
     (found,) = document["cases"]
     assert list(found["implementations"]) == ["ours", "floor", "eager"]
@@ -204,8 +236,10 @@ def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytes
 def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--set", "tokens", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
     assert main(["bench", "--device", "cpu", *options]) == 0
-    listed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("not run, out of time")]
-    assert len(listed) == len(jobs("tokens", "cpu"))
+    said = capfd.readouterr().out
+    assert said.count("\nnot run, out of time: ") == len(jobs("tokens", "cpu"))
+    assert said.startswith("5 cases, which end after 0.01 minutes with what is measured then\n")
+    assert "the time was over: --minutes takes more" in said
 
 
 @pytest.mark.parametrize(
@@ -249,7 +283,7 @@ def test_a_run_goes_on_where_an_earlier_one_ended(
 
     def fake(case: Case, *rest: object) -> dict:
         measured.append(case.mode)
-        error = {cut: measure.NOT_RUN} if case.mode == "frozen" else {}
+        error = {cut: process.NOT_RUN} if case.mode == "frozen" else {}
         return {"implementations": {"ours": {"title": "ours"} | error}}
 
     monkeypatch.setattr(command, "measure", fake)

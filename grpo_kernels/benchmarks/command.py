@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import shlex
 import sys
 import time
@@ -16,13 +17,14 @@ import torch
 from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Job, jobs, make_case
 from .implementations import IMPLEMENTATIONS, select
 from .machine import Document, environment, now, read, write
-from .measure import NOT_RUN, Options, Run, measure, measure_peak_memory
-from .process import OnProgress, run_in_subprocess
+from .measure import Options, Run, measure, measure_peak_memory
+from .process import NOT_RUN, OnProgress, run_in_subprocess
 from .show import case_table, headline
 
 ROUNDS = {"cpu": 3, "cuda": 15}
 SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
 _QUICK_MINUTES = 1.8
+_LATE_S = 8.0  # after the end: for calls that are under way; what is not ready then is stopped
 _WORTH_STARTING_S = 10.0  # of the time that is left
 _SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment, in all cases of a document
 
@@ -54,13 +56,15 @@ def bench(arguments: argparse.Namespace) -> int:
     try:
         device = _device(arguments.device)
         chosen = _jobs(arguments, device)
+        minutes = arguments.minutes or (_QUICK_MINUTES if arguments.quick else None)
+        end = time.time() + 60 * minutes if minutes else math.inf
+        limit = f", which end after {minutes:g} minutes with what is measured then" if minutes else ""
+        print(f"{len(chosen)} case{'s' * (len(chosen) > 1)}{limit}", flush=True)
         here = environment(device)
         cases = _complete_cases(output, here) if arguments.resume and output.exists() else []
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    minutes = arguments.minutes or (_QUICK_MINUTES if arguments.quick else None)
-    end = time.time() + 60 * minutes if minutes else float("inf")
     silence = arguments.silence or SILENCE_S[device.type]
     command = shlex.join(["grpo-kernels", *sys.argv[1:]])
     document: Document = {"environment": here, "command": command, "cases": cases, "not_run": []}
@@ -73,8 +77,11 @@ def bench(arguments: argparse.Namespace) -> int:
             document["not_run"].append(str(job.case))
         elif found is None:
             rounds = arguments.rounds or job.rounds or ROUNDS[device.type]
-            progress = _show_progress(f"{number}/{len(chosen)} {job.case}")
-            run = partial(run_in_subprocess, on_progress=progress, silence_s=silence)
+            title = f"{number}/{len(chosen)} {job.case}"
+            print(f"\n{title}: {', '.join(job.against)}", flush=True)
+            run = partial(
+                run_in_subprocess, on_progress=_show_progress(title), silence_s=silence, deadline=end + _LATE_S
+            )
             found = measure_job(job, Options(str(device), rounds, end), run)
             cases.append(found)
         write(output, document)
@@ -82,6 +89,16 @@ def bench(arguments: argparse.Namespace) -> int:
             print(f"\n{case_table(found)}", flush=True)
     for case in document["not_run"]:
         print(f"not run, out of time: {case}")
+    cut = [
+        f"{name} in {found['case']['mode']} of {found['case']['head']}, {found['case']['dtype']}"
+        for found in cases
+        for name, report in found["implementations"].items()
+        if NOT_RUN in (report.get("error"), report.get("memory_error"))
+    ]
+    if cut:
+        print(f"out of time: {'; '.join(cut)}")
+    if cut or document["not_run"]:
+        print("the time was over: --minutes takes more")
     print(f"written: {output}")
     if not arguments.no_figures:
         _draw(document, output.parent)
@@ -166,9 +183,14 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
 
 
 def _show_progress(job: str) -> OnProgress:
-    """One line in a terminal, written over and over; nothing elsewhere."""
+    """A line for each implementation that has run, and in a terminal one that is written over and over."""
+    shown: set[str] = set()
 
-    def show(text: str) -> None:
+    def show(text: str, found: Document | None = None) -> None:
+        for name, report in (found or {}).items():
+            if name not in shown and "first_call_seconds" in report:
+                shown.add(name)
+                print(f"  {report['title']}: first call {report['first_call_seconds']:.2f} s", flush=True)
         if sys.stderr.isatty():
             print(f"\r\033[K{job}: {text}", end="\r", file=sys.stderr, flush=True)
 

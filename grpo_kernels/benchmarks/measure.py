@@ -19,12 +19,11 @@ from .cases import Case, make_case
 from .implementations import IMPLEMENTATIONS, Step, Unsupported
 from .inputs import Inputs, make_inputs
 from .machine import OUT_OF_MEMORY, describe, limit_memory, peak, restart_peak, synchronize
-from .process import Died, OnProgress, run_in_subprocess
+from .process import NOT_RUN, Died, OnProgress, run_in_subprocess
 from .reference import Reference, errors, off_policy, reference, why_wrong
 
 Found = dict[str, dict[str, Any]]
 Run = Callable[..., Any]  # run_in_subprocess, told about progress and silence
-NOT_RUN = "not run: out of time"
 SHORT_S = 1.0  # of a call: repeated whoever makes it
 FAR = 1.5  # times the fastest
 BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
@@ -50,10 +49,16 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
         try:
             found = run(_measure, case, remaining, options)
         except Died as death:
-            if death.last_message not in remaining:
+            if str(death) == NOT_RUN:
+                found = death.found or {name: {"title": IMPLEMENTATIONS[name].title} for name in remaining}
+                for report in found.values():
+                    if not {"seconds", "error", "missing"} & report.keys():
+                        report["error"] = NOT_RUN
+            elif death.last_message not in remaining:
                 return {"error": str(death), "implementations": lost}
-            lost[death.last_message] = {"error": str(death)}
-            continue
+            else:
+                lost[death.last_message] = {"error": str(death)}
+                continue
         found |= lost
         return {"implementations": {name: found[name] for name in names}}
 
@@ -81,18 +86,28 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
         except Exception as error:  # of an implementation: a result
             step, report = None, {"error": _survivable(error)}
         found[name] |= report
+        on_progress(name, found)
         if step is not None:
             ready[name] = functools.partial(step, inputs)
     exact.clear()
     gc.collect()
     gc.freeze()  # what lives now is not looked at before each call
-    for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress).items():
-        found[name]["seconds"] = times
+
+    def after_round(last: str, measured: Found) -> None:
+        for name, times in measured.items():
+            found[name]["seconds"] = times
+        _add_ratios(found)
+        on_progress(last, found)
+
+    interleave(ready, options.rounds, device, options.deadline, on_progress, after_round)
+    return found
+
+
+def _add_ratios(found: Found) -> None:
     medians = {name: report["seconds"]["median"] for name, report in found.items() if "seconds" in report}
     for name, median in medians.items():
         found[name] |= {f"ratio_to_{base}": median / medians[base] for base in ("floor", "eager") if base in medians}
         found[name] |= {"ours_to_this": medians["ours"] / median} if "ours" in medians else {}
-    return found
 
 
 def interleave(
@@ -101,14 +116,16 @@ def interleave(
     device: torch.device,
     deadline: float = math.inf,
     on_progress: OnProgress = lambda text: None,
+    after_round: Callable[[str, Found], None] = lambda last, found: None,
 ) -> Found:
     """Median, spread and all of `rounds` times of every step, in turn; at least one where the deadline comes first.
+    `after_round` gets the step that was the last, and the same of the rounds so far.
 
     Who takes seconds and FAR times as long as the fastest is left at one round, unless others are divided by it
     (BASES): whether it is 3.1 or 3.2 times is not worth the minutes. Each step has to have run before.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
+    order, found = list(steps), {}
     for number in range(rounds):
         if number and time.time() > deadline:
             break
@@ -120,11 +137,14 @@ def interleave(
             if device.type == "cuda":  # whose clock follows the power that the work before took: let it be this work
                 steps[name]()
             times[name].append(seconds(steps[name], device))
+        found = {
+            name: {"median": statistics.median(taken), "min": min(taken), "max": max(taken), "times": list(taken)}
+            for name, taken in times.items()
+        }
+        if order:
+            after_round(order[-1], found)
         order = order[1:] + order[:1]
-    return {
-        name: {"median": statistics.median(taken), "min": min(taken), "max": max(taken), "times": taken}
-        for name, taken in times.items()
-    }
+    return found
 
 
 def seconds(step: Callable[[], object], device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -13,64 +14,74 @@ from typing import Any
 
 from .machine import OUT_OF_MEMORY, describe
 
-OnProgress = Callable[[str], None]
+OnProgress = Callable[..., None]  # (message, what was found so far or nothing)
+NOT_RUN = "not run: out of time"
 
 
 class Died(Exception):
-    """The process ended without a result: killed, crashed, or silent for too long."""
+    """The process ended without a result: killed, crashed, silent for too long, or out of time (`NOT_RUN`).
 
-    def __init__(self, why: str, last_message: str) -> None:
+    last_message, found: the last ones that it told.
+    """
+
+    def __init__(self, why: str, last_message: str, found: Any = None) -> None:
         super().__init__(why)
-        self.last_message = last_message
+        self.last_message, self.found = last_message, found
 
 
 def run_in_subprocess(
     function: Callable[..., Any],
     *arguments: object,
-    on_progress: OnProgress = lambda text: None,
+    on_progress: OnProgress = lambda text, found=None: None,
     silence_s: float = 600.0,
+    deadline: float = math.inf,
 ) -> Any:
     """What `function(*arguments, on_progress)` returns in a process of its own; its messages come to `on_progress`.
 
-    Raises `Died` if it raises, dies, or says nothing for `silence_s` seconds.
+    Raises `Died` if it raises, dies, says nothing for `silence_s` seconds, or is not ready at `deadline`, as
+    time.time() counts.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it inherits that: Ctrl-C is for this process to answer
     process.start()
+    signal.signal(signal.SIGINT, handler)
     theirs.close()
-    last_message = ""
+    last_message, last_found, answered = "", None, False
     try:
         while True:
-            if not ours.poll(silence_s):
-                raise Died(f"no answer for {silence_s:.0f} s", last_message)
-            kind, value = ours.recv()
+            if not ours.poll(min(silence_s, max(0.0, deadline - time.time()))):
+                why = NOT_RUN if time.time() >= deadline else f"no answer for {silence_s:.0f} s"
+                raise Died(why, last_message, last_found)
+            kind, value, *more = ours.recv()
+            answered = kind != "progress"
             if kind == "returned":
                 return value
             if kind == "raised":
-                raise Died(value, last_message)
-            last_message = value
-            on_progress(value)
+                raise Died(value, last_message, last_found)
+            last_message, last_found = value, more[0] or last_found
+            on_progress(value, more[0])
     except EOFError:
         process.join(10)
-        raise Died(_describe_exit(process.exitcode), last_message) from None
+        raise Died(_describe_exit(process.exitcode), last_message, last_found) from None
     finally:
-        _end(process)
+        _end(process, patience_s=5.0 if answered else 0.0)
         ours.close()
 
 
 def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     try:
-        pipe.send(("returned", function(*arguments, lambda text: pipe.send(("progress", text)))))
+        pipe.send(("returned", function(*arguments, lambda text, found=None: pipe.send(("progress", text, found)))))
     except Exception as error:  # the parent decides what an error means
         pipe.send(("raised", describe(error)))
     sys.stdout.flush()
     os._exit(0)  # the interpreter's own end takes time and prints what Triton's bindings did not free
 
 
-def _end(process: Any) -> None:
-    """It has answered and is leaving, or it hangs."""
-    process.join(5)
+def _end(process: Any, patience_s: float) -> None:
+    """It has answered and is leaving, or it is not waited for."""
+    process.join(patience_s)
     if process.is_alive():
         process.kill()
         process.join()

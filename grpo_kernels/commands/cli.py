@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,11 +36,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str, **options: Any) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, **options)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, name=name)
         return command
 
     for name, text in TRAINING.items():
-        add(name, _train, text, add_help=False).set_defaults(command=name)
+        add(name, _train, text, add_help=False)
     what = "time and memory of this library, eager PyTorch, the peers and the bare products, on this machine"
     benchmark.add_arguments(add("bench", benchmark.bench, what))
     what = "measure the launch configurations of the Triton kernels on this GPU, for one lm_head"
@@ -64,10 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and not hasattr(arguments, "command"):
+    if rest and arguments.name not in TRAINING:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog} {arguments.name}: interrupted", file=sys.stderr)
+        return 130  # as shells have it: 128 + SIGINT
+    except BrokenPipeError:  # as in `| head`; what is left in the buffers goes nowhere
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        return 141
     return status
 
 
@@ -75,17 +86,17 @@ def _train(arguments: argparse.Namespace) -> int:
     """The commands of the trainer, which parse their own options: all but the report need transformers."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # prompts and completions, whatever the locale
-    if arguments.command == "report":
+    if arguments.name == "report":
         from ..trainer.report import run
 
         return run(arguments.rest)
     missing = missing_packages()
     if missing:
-        print(f"grpo-kernels {arguments.command} {missing}", file=sys.stderr)
+        print(f"grpo-kernels {arguments.name} {missing}", file=sys.stderr)
         return 1
     from ..trainer.commands import COMMANDS
 
-    return COMMANDS[arguments.command](arguments.rest)
+    return COMMANDS[arguments.name](arguments.rest)
 
 
 def _tune(arguments: argparse.Namespace) -> int:

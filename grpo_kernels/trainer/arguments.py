@@ -538,6 +538,18 @@ def suggestion(name: str) -> str:
     return "" if near is None else f" (did you mean --{ALIASES.get(near, near).replace('_', '-')}?)"
 
 
+_NAMES = sorted([*TrainArguments.__dataclass_fields__, "config"], key=len, reverse=True)
+# name=value; without a value only names that are no words of English.
+_MENTIONED = re.compile(
+    rf"(?<![\w./'\"-])(?:({'|'.join(_NAMES)})=|({'|'.join(name for name in _NAMES if '_' in name)})(?![\w./'\"-]))"
+)
+
+
+def as_typed(text: str) -> str:
+    """Returns a sentence with options as on a command line: name=value as --name value."""
+    return _MENTIONED.sub(lambda m: f"--{(m[1] or m[2]).replace('_', '-')}{' ' if m[1] else ''}", text)
+
+
 def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:
     """The options from a command line, on top of those of the YAML file that --config names. command: whose usage
     --help and errors show. Ends the process, as argparse does, for an unknown option and a value of another type."""

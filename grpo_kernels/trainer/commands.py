@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import Path
 
 from accelerate.state import PartialState
@@ -16,10 +18,13 @@ from ..benchmarks.machine import peak, restart_peak
 from . import RunError, evaluate
 from . import demo as demonstration
 from .adamw import bytes_of_masters
-from .arguments import TrainArguments, parse
+from .arguments import TrainArguments, as_typed, parse
+from .checkpoint import CONFIG, OF_A_RUN, check_same_run, checkpoints
+from .files import lock_folder
 from .loop import Trainer
 from .memory import advice_on_memory
 from .ranks import on_cpu
+from .records import counted
 from .rewards import SandboxUnavailable
 from .run import Run
 from .saving import check_room
@@ -37,40 +42,72 @@ def train(argv: Sequence[str], command: str = "train") -> int:
             return dry_run(arguments)
         run = Run(arguments)
     except KeyboardInterrupt:
-        print("grpo-kernels train: interrupted before the first step", file=sys.stderr)
+        print(f"grpo-kernels {command}: interrupted before the first step", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # what was told is not read any more: no sentence helps
+        raise
     except (ValueError, TypeError, ImportError, OSError, SandboxUnavailable) as error:
-        print(f"grpo-kernels train: {error}", file=sys.stderr)
+        print(f"grpo-kernels {command}: {as_typed(str(error))}", file=sys.stderr)
         return 2
     try:
         return Trainer(run).train()
+    except BrokenPipeError:
+        raise
     except (RunError, OSError) as error:
-        print(f"grpo-kernels train: {error}", file=sys.stderr)
+        print(f"grpo-kernels {command}: {as_typed(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # a second Ctrl-C
-        print("grpo-kernels train: interrupted; what was saved before is kept", file=sys.stderr)
+        print(f"grpo-kernels {command}: interrupted; what was saved before is kept", file=sys.stderr)
         return 130
     finally:
         run.close()
 
 
 def demo(argv: Sequence[str]) -> int:
-    """A run of `train` with options for the arithmetic model or a chat model, into grpo-demo, or grpo-demo-2 and so on
-    where there has been one."""
+    """A run of `train` with options for the arithmetic model or a chat model; `demo_folder` says where."""
     options, words = demonstration.split(argv)
     if "--help" in words or "-h" in words:
         return train(words, "demo")
     try:
-        given = demonstration.words_of_run(options)
-    except (ImportError, OSError) as error:
-        print(f"grpo-kernels demo: {error}", file=sys.stderr)
+        words = [*demonstration.words_of_run(options), *words]
+        place = demo_folder(parse(words, "demo"))
+    except (ImportError, OSError, ValueError) as error:
+        print(f"grpo-kernels demo: {as_typed(str(error))}", file=sys.stderr)
         return 2
-    status = train([*given, *words], "demo")
+    words = [*place, *words]
+    status = train(words, "demo")
+    if place and status > 128 and checkpoints(Path(place[1])):
+        print("grpo-kernels demo, with the same options, goes on with this run", file=sys.stderr)
     if status == 0 and options.model != "arithmetic":
-        arguments = parse([*given, *words], "demo")
+        arguments = parse(words, "demo")
         if not arguments.dry_run:
             demonstration.show(Path(arguments.output_dir))
     return status
+
+
+def demo_folder(a: TrainArguments) -> list[str]:
+    """Returns options for the place of a demo whose command line names none, and says why it is that one: a demo that
+    was interrupted goes on, and a run that is finished or another one stays as it is."""
+    if a.dry_run or a.resume_from_checkpoint or a.is_given("output_dir"):
+        return []
+    reason = ""
+    for name in chain(["grpo-demo"], (f"grpo-demo-{number}" for number in count(2))):
+        folder = Path(name)
+        if not any((folder / part).exists() for part in OF_A_RUN):
+            break
+        reason = f"{name} holds a finished run: "
+        if not (folder / "summary.json").exists():
+            try:
+                check_same_run(folder / CONFIG, a, int(os.environ.get("WORLD_SIZE", 1)))
+                os.close(lock_folder(folder))
+            except (ValueError, OSError):  # other options, or in use
+                reason = f"{name} holds another run: "
+            else:
+                print(f"{name} holds this demo, interrupted: it goes on", file=sys.stderr)
+                return ["--output-dir", name, "--resume-from-checkpoint", "auto"]
+    if reason:
+        print(f"{reason}this one goes to {name}", file=sys.stderr)
+    return ["--output-dir", name]
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demo": demo, "train": train, "evaluate": evaluate.run}
@@ -100,7 +137,7 @@ def _one_step(run: Run) -> None:
     a, device, print = run.arguments, run.accelerator.device, run.accelerator.print
     model, processes = a.model_name_or_path or ARITHMETIC_MODEL, run.ranks.count
     print(f"model      {model}, {processes} {'process' if processes == 1 else 'processes'}, {device}")
-    print(f"data       {len(run.prompts):,} prompts, {len(run.held_out):,} held out")
+    print(f"data       {counted(len(run.prompts), 'prompt')}, {len(run.held_out):,} held out")
     print(f"rewards    {', '.join(run.rewards.names) if run.rewards else 'those of the replayed rollouts'}")
     before = restart_peak(device)
     trainer, begin = Trainer(run), time.perf_counter()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..engine.products import cpu_multiplies
+from .records import counted
 from .report import read_lines, read_object
 from .smollm2 import smollm2
 from .tasks import TASKS
@@ -45,14 +46,12 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def words_of_run(options: argparse.Namespace) -> list[str]:
     """The command line of `train`, but for the user's own words, which come after it and have the last say."""
-    names = chain(["grpo-demo"], (f"grpo-demo-{number}" for number in count(2)))
-    output = ["--output-dir", next(name for name in names if not Path(name).exists())]
     if options.model == "arithmetic":
-        return output
+        return []
     model = ["--model-name-or-path", str(smollm2()), "--dataset-name", options.task or CHAT_TASKS[0]]
     if cpu_multiplies(torch.bfloat16) or torch.cuda.is_available():
         model.append("--bf16")  # in half the time
-    return [*output, *model, *CHAT_RUN]
+    return [*model, *CHAT_RUN]
 
 
 def show(folder: Path) -> None:
@@ -61,11 +60,15 @@ def show(folder: Path) -> None:
     log, summary = read_lines(folder / "log.jsonl", notes), read_object(folder / "summary.json", notes)
     found = [(record["step"], record["evaluation"]) for record in log if "evaluation" in record]
     evaluations = [(step, evaluation) for step, evaluation in found if evaluation.get("reward") is not None]
+    if not evaluations:  # the user's own rewards may give no verdict
+        print(f"no completion of an evaluation was scored; see {folder / 'report.html'}")
+        return
     print("\n".join(chain(_curve(evaluations), _answers(evaluations))))
-    before, after = summary["held_out_reward_before"], summary["held_out_reward_after"]
+    before, after = (evaluations[k][1]["reward"] for k in (0, -1))
     print(
-        f"the reward of the prompts of evaluations went from {before:.2f} to {after:.2f} in {summary['steps']} steps "
-        f"and {summary['seconds'] / 60:.1f} minutes; all of it: {folder / 'report.html'}"
+        f"the reward of the prompts of evaluations went from {before:.2f} to {after:.2f} in "
+        f"{counted(summary['steps'], 'step')} and {summary['seconds'] / 60:.1f} minutes; all of it: "
+        f"{folder / 'report.html'}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -26,6 +27,7 @@ from .rollout import Completion
 
 # Beside the progress bar, or in the lines that stand for it.
 SHOWN = ("reward", "kl", "divergence", "entropy", "grad_norm")
+QUIET_S = 30.0
 # Trackers get TRL's names, with its prefixes train/ and eval/, so that runs of both trainers share their plots: here
 # are those that differ from the names in log.jsonl.
 TRL_NAMES = {
@@ -45,6 +47,7 @@ class RunLog:
         self.paths = {name: folder / name for name in (LOG, SAMPLES)} if self.writes else {}
         self.monitor, self.phase_name = Monitor(), ""
         hidden = arguments.disable_tqdm or not self.writes or None  # None: where stderr is no terminal
+        self.said = time.monotonic()
         self.bar = tqdm(total=arguments.max_steps, desc="GRPO", disable=hidden, dynamic_ncols=True)
 
     def start(self, step: int, sizes: dict[str, int]) -> None:
@@ -82,8 +85,10 @@ class RunLog:
         self.bar.set_description(f"GRPO, {name}")
 
     def part(self, done: int, total: int) -> None:
-        """How far the phase is."""
+        """How far the phase is: where there is no progress bar, a line after half a minute without one."""
         self.bar.set_description(f"GRPO, {self.phase_name} {done:,}/{total:,}")
+        if self.bar.disable and time.monotonic() - self.said > QUIET_S:
+            self.say(f"{self.phase_name}: {done:,} of {total:,}")
 
     def record(self, record: dict[str, Any]) -> None:
         """One optimizer step, or one evaluation."""
@@ -118,6 +123,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
+        self.said = time.monotonic()
         if self.writes:
             tqdm.write(text, file=sys.stderr)
 

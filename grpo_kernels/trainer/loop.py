@@ -32,6 +32,7 @@ from .files import write_text
 from .log import pass_numbers, rollout_record, step_record
 from .memory import advice_on_memory
 from .ranks import Interrupted
+from .records import counted
 from .report import write_report
 from .rewards import RewardBatch
 from .rewards.scoring import Failure
@@ -61,8 +62,9 @@ class Trainer:
         run.log.start(p.step, p.log_sizes)
         model, processes = a.model_name_or_path or ARITHMETIC_MODEL, run.ranks.count
         run.log.say(
-            f"{model}, {len(run.prompts):,} prompts, {len(run.held_out):,} held out; {a.max_steps:,} steps of "
-            f"{self.rows_per_step:,} completions, {processes} {'process' if processes == 1 else 'processes'}, "
+            f"{model}, {counted(len(run.prompts), 'prompt')}, {len(run.held_out):,} held out; "
+            f"{counted(a.max_steps, 'step')} of {counted(self.rows_per_step, 'completion')}, "
+            f"{processes} {'process' if processes == 1 else 'processes'}, "
             f"{run.accelerator.device}; output in {run.folder}"
         )
         if p.step:
@@ -185,7 +187,7 @@ class Trainer:
         self._check_rewards(fatal)
         if any(failures):
             first, count = next(filter(None, failures))[0], sum(len({f.row for f in part}) for part in failures)
-            self.run.log.say(f"{count} completions unscored, the first by {first.name}: {first.message}")
+            self.run.log.say(f"{counted(count, 'completion')} unscored, the first by {first.name}: {first.message}")
         self.seconds["rewards"] += time.perf_counter() - begin
         for name, value in (found for part in metrics for found in part.items()):
             self.metrics.setdefault(f"metrics/{name}", []).append(value)
@@ -386,4 +388,4 @@ class Trainer:
             write_text(run.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
             write_report(run.folder)
         run.accelerator.wait_for_everyone()
-        run.log.say(f"{run.folder}: model, summary.json and report.html after {p.step} steps")
+        run.log.say(f"{run.folder}: model, summary.json and report.html after {counted(p.step, 'step')}")

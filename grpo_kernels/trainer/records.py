@@ -46,6 +46,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float)
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns "1 prompt", "2 prompts"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _has_known_types(record: Any) -> bool:
     """Whether its values are numbers or None, but for those of `_TYPES`."""
     return isinstance(record, dict) and all(
