@@ -6,6 +6,7 @@ the markers of README.md and bench/README.md.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from learning import EXPERIMENTS
 from matplotlib import rc_context
@@ -35,6 +36,11 @@ SPARSE_LEARNING, TEACHER = (Path(EXPERIMENTS[name].output) for name in ("sparse"
 DISTILLATION = Path("distillation/cpu.json")  # the set teacher
 LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
 GPU = "gpu-h200.json"
+H100, H100_LAB = (
+    Path("gpu/h100-targets.json"),
+    Path("gpu/h100-lab.jsonl"),
+)  # of gpu.py; of a script for this one machine
+LAB = {"eager": "eager", "trl": "trl"}  # its names for the trainers
 GOAL = 0.9  # reward of an evaluation
 LEARNERS = {
     "TRL": "#0b6fb3",
@@ -43,13 +49,18 @@ LEARNERS = {
     "grpo-kernels train, sparse": "#8a3fb0",
     "grpo-kernels train, vLLM": "#b08a00",
 }
+# Setting and unit: sooner in minutes, as soon in steps, the same in float32, and a task that takes more steps.
+LEARNING_PANELS = (
+    ("times table, full, bfloat16", "clock"), ("times table, full, bfloat16", "evaluated"),
+    ("times table, full, float32", "clock"), ("largest number, full, bfloat16", "clock"),
+)  # fmt: skip
 TRAINERS = ("eager", "trl", "liger", "verl", "verl-torch")
 ARMS = ("#6b6b6b", "#d1410c", "#0b6fb3")
 ARM_PICTURES: dict[Path, tuple[str, str, list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]]] = {
     # file -> name of the picture, its title, panels of a metric in a setting: their titles, lines and axes
     SPARSE_LEARNING: ("sparse-learning", "Learning with sparse gradients, by theta", [
-        ("chat", "sparse/kept", "chat: entries that a token keeps", {"linewidth": 0.8}, {"yscale": "log"}),
-        ("chat", "seconds/update", "chat: seconds of an update", {"linewidth": 0.8}, {"ylim": (0.0, None)}),
+        ("chat", "sparse/kept", "entries that a token keeps", {"linewidth": 0.8}, {"yscale": "log"}),
+        ("chat", "seconds/update", "seconds of an update", {"linewidth": 0.8}, {"ylim": (0.0, None)}),
     ]),
     TEACHER: ("teacher", "GRPO, a teacher's distribution, and both", [(
         "arithmetic, dapo", "divergence", "reverse KL to the teacher, nats per token",
@@ -83,9 +94,25 @@ def main() -> None:
 def section(page: Path) -> str:
     """Markdown of everything between the markers of a page: a summary on the front page, all results on the other."""
     if page.parent == ROOT:
-        measured = [read(path) for path in (RESULTS / "cpu.json", RESULTS / GPU) if path.exists()]
-        both = summary(measured), learning_summary(read(RESULTS / LEARNING))
-        return "\n\n".join([*both, "![Evaluated reward over minutes and steps](bench/figures/time-to-reward.png)"])
+        cpu, sweeps, h200, h100 = (read(RESULTS / name) for name in ("cpu.json", "cpu-sweeps.json", GPU, H100))
+        pairs = {
+            "CPU": [*comparisons(cpu), *comparisons(sweeps)],
+            "H200": comparisons(h200),
+            "H100": [*comparisons(h100["targets"]), *lab_comparisons(_lab())],
+        }
+        machines = {
+            "CPU": (cpu, "cpu.json, cpu-sweeps.json"),
+            "H200": (h200, GPU),
+            "H100": (h100, f"{H100}, {H100_LAB}"),
+        }
+        measured, places = summary(pairs), []
+        for name, (document, files) in machines.items():
+            tokens = [pair.tokens for pair in pairs[name]]
+            counts = " to ".join(dict.fromkeys(f"{end(tokens):,}" for end in (min, max)))
+            places.append(f"{_place(document)}: {counts} tokens ({files}).")
+        places = fill(" ".join(places), 120)
+        parts = [measured, places, learning_summary(read(RESULTS / LEARNING))]
+        return "\n\n".join([*parts, "![Evaluated reward over minutes and steps](bench/figures/time-to-reward.png)"])
     parts = [] if list(RESULTS.glob("gpu*.json")) else ["No GPU has been measured yet."]
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
         document = read(path)
@@ -101,6 +128,10 @@ def section(page: Path) -> str:
     return "\n\n".join(parts)
 
 
+def _lab() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / H100_LAB).read_text().splitlines()]
+
+
 def _place(document: Document) -> str:
     """On what it was measured, and when."""
     where = document["environment"]
@@ -108,37 +139,69 @@ def _place(document: Document) -> str:
     return f"{device}, {where['date'][:10]}"
 
 
-def summary(documents: Sequence[Document]) -> str:
-    """How much faster a step is than that of each trainer, and how much less memory it takes, over all cases."""
-    titles, places, rows = ["this package against"], [], {IMPLEMENTATIONS[name].title: [] for name in TRAINERS}
-    for document in documents:
-        where, cases = document["environment"], [case for case in document["cases"] if case["case"]["mode"] == "step"]
-        device = "CPU" if where["device"] == "cpu" else where["device"]
-        titles += [f"{device}, faster", "less memory"]
-        heads = len({(case["case"]["hidden_size"], case["case"]["vocab_size"]) for case in cases})
-        types = " and ".join(dict.fromkeys(case["case"]["dtype"] for case in cases))
-        named = f"{where['cpu']}, {where['threads']} threads" if device == "CPU" else device
-        places.append(f"{heads} models' heads in {types} on {named}")
-        for name in TRAINERS:
-            entries = [case["implementations"] for case in cases if name in case["implementations"]]
-            pairs = [(entry["ours"], entry[name]) for entry in entries]
-            times = [1 / theirs["ours_to_this"] for _, theirs in pairs if "ours_to_this" in theirs]
-            memory = [
-                theirs["peak_bytes"] / ours["peak_bytes"]
-                for ours, theirs in pairs
-                if ours.get("peak_bytes") and theirs.get("peak_bytes")
-            ]
-            rows[IMPLEMENTATIONS[name].title] += [_range(times), _range(memory)]
+class Pair(NamedTuple):
+    """Of a step: its tokens, the times of ours and theirs, and their peaks of memory; 0 where not measured."""
+
+    trainer: str
+    tokens: int
+    times: tuple[float, float]
+    peaks: tuple[float, float]
+
+
+def comparisons(document: Document) -> list[Pair]:
+    """Each trainer beside ours, in the steps of models' heads in which every token has a gradient."""
+    found = []
+    for case in document["cases"]:
+        of, entries = case["case"], case["implementations"]
+        special = of["mode"] != "step", of["idle_share"], of.get("kept_ids"), of.get("divergence"), _is_narrow(of)
+        for name in TRAINERS if not any(special) else ():
+            if name in entries:
+                pair = entries["ours"], entries[name]
+                times = tuple(entry.get("seconds", {}).get("median", 0.0) for entry in pair)
+                found.append(Pair(name, of["tokens"], times, tuple(entry.get("peak_bytes", 0) for entry in pair)))
+    return [pair for pair in found if all(pair.times) or all(pair.peaks)]
+
+
+def _is_narrow(case: dict[str, Any]) -> bool:
+    """Whether it is a point of a sweep over the hidden size, and no model's head."""
+    return case["head"] == "custom" and case["tokens"] < 4096
+
+
+def lab_comparisons(lines: Sequence[dict[str, Any]]) -> list[Pair]:
+    """The same of the H100's own script, whose sections begin with a line about the machine."""
+    found: list[Pair] = []
+    ours: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if "device" in line:
+            ours = {}
+        elif line.get("who") == "auto":
+            ours[line["head"]] = line
+        elif "ms" in line and (mine := ours.get(line["head"])) and line["who"] in LAB:
+            times, peaks = ((mine[key], line[key]) for key in ("ms", "peak_MiB"))
+            found.append(Pair(LAB[line["who"]], line["N"], times, peaks))
+    return found
+
+
+def summary(places: dict[str, Sequence[Pair]]) -> str:
+    """How many times the time of ours a step of each trainer takes, and ours of its memory, over all cases."""
+    titles, rows = ["this package against"], {name: [IMPLEMENTATIONS[name].title] for name in TRAINERS}
+    for place, pairs in places.items():
+        titles += [f"{place}: faster", "memory, of theirs"]
+        for name, cells in rows.items():
+            own = [pair for pair in pairs if pair.trainer == name]
+            times = [pair.times[1] / pair.times[0] for pair in own if all(pair.times)]
+            peaks = [pair.peaks[0] / pair.peaks[1] for pair in own if all(pair.peaks)]
+            cells += [_range(times, ".1f", " x"), _range(peaks, ".2f")]
     return f"""\
-Steps of {"; of ".join(places)}:
-median time, or peak memory, of the other over ours. `chunk_rows` bounds a GPU's chunk, a twelfth of its memory at most:
+A step (forward, backward, the head's gradient) of models' heads. Faster: their median time over ours, least to most of
+all cases. Memory: our peak over theirs; above 1 ours takes more. `chunk_rows` bounds it:
 
-{table(titles, [(name, *cells) for name, cells in rows.items()])}"""
+{table(titles, list(rows.values()))}"""
 
 
-def _range(ratios: Sequence[float]) -> str:
-    ends = [f"{end(ratios):.1f}" for end in (min, max)] if ratios else []
-    return f"{' to '.join(dict.fromkeys(ends))} x" if ends else ""
+def _range(ratios: Sequence[float], form: str, unit: str = "") -> str:
+    ends = [f"{end(ratios):{form}}" for end in (min, max)] if ratios else []
+    return f"{' to '.join(dict.fromkeys(ends))}{unit}" if ends else ""
 
 
 # --- sparse gradients ------------------------------------------------------------------------------------------------
@@ -155,8 +218,8 @@ def draw_sparse(document: Document, folder: Path) -> None:
                 for axis, y in zip(axes, ys, strict=True):
                     label = f"{dtype.removeprefix('torch.')}, T {batch['temperature']}"
                     axis.plot([row["theta"] for row in rows], y, "o-", label=label)
-        axes[0].set(title="time of the exact step", ylim=(0.0, None))
-        axes[1].set(title="relative error of dhidden", yscale="log")
+        axes[0].set(ylabel="time, of the exact step", ylim=(0.0, None))
+        axes[1].set(ylabel="relative error of dhidden", yscale="log")
         for axis in axes:
             axis.set_xscale("log", base=2)
             axis.set_xlabel("theta")
@@ -188,13 +251,13 @@ def draw_arms(name: Path, document: Document, folder: Path) -> None:
                     axis.plot(*_curve(curve, "reward"), color=colour, alpha=0.25, linewidth=0.8)
                 means = [fmean(e["reward"] for e in same) for same in zip(*curves, strict=True)]
                 axis.plot(_curve(curves[0], "reward")[0], means, color=colour, label=arm)
-            axis.set(title=f"evaluated reward: {setting}", xlabel="optimizer steps")
+            axis.set(title=setting, xlabel="optimizer steps", ylabel="evaluated reward")
         for (setting, metric, title, line, scale), axis in zip(others, axes[len(settings) :], strict=True):
             for arm, colour in arms:
                 for found in _runs(document, setting, arm):
                     if metric in found["steps"][0]:
                         axis.plot(*_curve(found["steps"], metric), color=colour, **line)
-            axis.set(title=title, xlabel="optimizer steps", **scale)
+            axis.set(title=setting, xlabel="optimizer steps", ylabel=title, **scale)
         axes[0].legend(frameon=False)
         figure.savefig(folder / f"{picture}.png", dpi=DPI)
 
@@ -266,28 +329,48 @@ A teacher of 64 ids, time of the step without a teacher:
 {table(("head", "step with tail", "renormalize alone"), others)}"""
 
 
+def _h100(document: Document) -> str:
+    """What gpu.py measured there; and the steps of a script for that machine, in its two runs."""
+    targets, rows = document["targets"], []
+    for line in _lab():
+        if "x_floor" in line:
+            errors = (f"{line[name]:.1e}" if name in line else "" for name in ("dhidden", "dweight"))
+            who = {"floor": "bare products", "auto": "ours", "triton": "ours, Triton", "trl": "TRL"}.get(line["who"])
+            who = who or line["who"].replace("rows", "ours, chunk_rows").replace("sparse", "ours, sparse")
+            spread = f"{line['ms']:.1f} ({line['low']:.1f} to {line['high']:.1f})"
+            rows.append((line["head"], who, spread, f"{line['x_floor']:.3f}", f"{line['peak_MiB']:,.0f}", *errors))
+    titles = "head", "", "ms (least to most)", "of bare products", "peak MiB", "error of dhidden", "of dweight"
+    return f"""\
+**{H100}.** {_place(targets)}: `{targets["command"]}`
+
+{_measurements(targets)}
+
+**{H100_LAB}.** The same machine and day, 16,384 tokens in bfloat16, one process for each of two runs:
+
+{table(titles, rows)}"""
+
+
 # --- how soon a model learns ------------------------------------------------------------------------------------------
 
 
 def draw_learning(document: Document, folder: Path) -> None:
-    """Evaluated reward over minutes and over steps, a row per task and setting: each seed, and their mean."""
+    """Evaluated reward, a panel for each of `LEARNING_PANELS`: each seed, and their mean."""
     kinds = _rounds(document)
     with rc_context(STYLE):
-        figure, axes = sheet(document, "Evaluated reward of SmolLM2-135M-Instruct", 2 * len(kinds), 2.3)
-        for k, (kind, rounds) in enumerate(kinds.items()):
+        title = "How soon SmolLM2-135M-Instruct learns: evaluated reward"
+        figure, axes = sheet(document, title, len(LEARNING_PANELS), 2.6)
+        for (kind, unit), axis in zip(LEARNING_PANELS, axes, strict=True):
+            rounds, scale = kinds[kind], 60.0 if unit == "clock" else 1.0
             for name in rounds[0]:
                 curves, colour = [found[name]["evaluations"] for found in rounds], LEARNERS[name]
-                for axis, unit in ((axes[2 * k], "clock"), (axes[2 * k + 1], "evaluated")):
-                    scale = 60.0 if unit == "clock" else 1.0
-                    rows = [([e[unit] / scale for e in curve], [e["reward"] for e in curve]) for curve in curves]
-                    for x, y in rows:
-                        axis.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
-                    mean = [list(map(fmean, zip(*values, strict=True))) for values in zip(*rows, strict=True)]
-                    axis.plot(*mean, color=colour, label=name)
-                    axis.set_xlabel("minutes" if unit == "clock" else "optimizer steps")
-                    axis.set_title(kind)
-                    axis.axhline(GOAL, color="#989898", linewidth=0.6, linestyle=":")
-        for axis in axes[::2]:  # not every contestant is in every row
+                rows = [([e[unit] / scale for e in curve], [e["reward"] for e in curve]) for curve in curves]
+                for x, y in rows:
+                    axis.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
+                mean = [list(map(fmean, zip(*values, strict=True))) for values in zip(*rows, strict=True)]
+                axis.plot(*mean, color=colour, label=name)
+            axis.set(title=kind, ylabel="evaluated reward")
+            axis.set_xlabel("minutes of training" if unit == "clock" else "optimizer steps")
+            axis.axhline(GOAL, color="#989898", linewidth=0.6, linestyle=":")
             axis.legend(frameon=False)
         figure.savefig(folder / "time-to-reward.png", dpi=DPI)
 
@@ -302,12 +385,13 @@ def _rounds(document: Document) -> dict[str, list[dict[str, Any]]]:
 
 
 def _learners(rounds: Sequence[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    """Of each contestant its name, minutes to the goal by seed, these of TRL's, mean seconds of a step and its parts,
-    and MiB."""
+    """Of each contestant its name, minutes to the goal by seed, their median of TRL's median, mean seconds of a step
+    and its parts, and MiB."""
+    of = median(_minutes_to_goal(found["TRL"]) for found in rounds)
     for name in rounds[0]:
         own = [found[name] for found in rounds]
         minutes = [_minutes_to_goal(one) for one in own]
-        of_trl = [mine / _minutes_to_goal(found["TRL"]) for mine, found in zip(minutes, rounds, strict=True)]
+        of_trl = f"{median(minutes) / of:.2f}" if all(map(isfinite, (*minutes, of))) else ""
         steps = [step["seconds"] for one in own for step in one["steps"]]
         parts = {part: fmean(step[part] for step in steps) for part in steps[0]}
         yield name, minutes, of_trl, {"step": sum(parts.values())} | parts, median(one["peak_mib"] for one in own)
@@ -319,7 +403,7 @@ def _learning(document: Document) -> str:
     for kind, rounds in _rounds(document).items():
         title = f"{kind}, {len(rounds)} seed{'s' * (len(rounds) > 1)}"
         for name, minutes, of_trl, seconds, mib in _learners(rounds):
-            rows.append([title, name, _spread(minutes, ".1f"), _spread(of_trl, ".2f")])
+            rows.append([title, name, _spread(minutes, ".2f"), of_trl])
             rows[-1] += [f"{number:.1f}" for number in seconds.values()]
             reward = fmean(found[name]["evaluations"][-1]["reward"] for found in rounds)
             rows[-1] += [f"{1 - seconds['head'] / seconds['step']:.2f}", f"{mib:,.0f}", f"{reward:.2f}"]
@@ -327,7 +411,8 @@ def _learning(document: Document) -> str:
     titles = "setting", "", f"minutes to {GOAL}", "of TRL's", *(f"{part}, s" for part in seconds), "without head"
     return f"""\
 **{LEARNING}.** {_place(document)}: `python bench/time_to_reward.py`, contestants step by step in turns.
-Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL};
+Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL}, and
+"of TRL's" is the quotient of two medians;
 "without head" is the share of a step that would be left if its head took no time, which is sampling and the body.
 {note}
 
@@ -340,8 +425,8 @@ def learning_summary(document: Document) -> str:
     """A row per contestant, in bfloat16."""
     rounds, rows = _rounds(document)["times table, full, bfloat16"], []
     for name, minutes, of_trl, seconds, mib in _learners(rounds):
-        numbers = f"{median(of_trl):.2f}", f"{seconds['step']:.1f}", f"{seconds['head']:.1f}", f"{mib / 1024:.1f}"
-        rows.append((name, _spread(minutes, ".1f"), *numbers))
+        numbers = of_trl, f"{seconds['step']:.1f}", f"{seconds['head']:.1f}", f"{mib / 1024:.1f}"
+        rows.append((name, _spread(minutes, ".2f"), *numbers))
     return f"""\
 Training SmolLM2-135M-Instruct on the times table, on the same CPU, in bfloat16: minutes until {GOAL:.0%} of the answers
 are right, median of {len(rounds)} seeds (least to most), with the same prompts and options. A step's other seconds are
@@ -366,7 +451,7 @@ def _spread(numbers: Sequence[float], form: str) -> str:
 
 def _measurements(document: Document) -> str:
     """A row per case of a real head: ours, its ratio to the bare products and to each rival, its memory and errors."""
-    cases = [case for case in document["cases"] if case["case"]["head"] != "custom"]
+    cases = [case for case in document["cases"] if not _is_narrow(case["case"])]
     entries = {name: [case["implementations"].get(name, {}) for case in cases] for name in ("ours", *RIVALS)}
     columns = {"ours, ms (least to most)": [_times(entry) for entry in entries["ours"]]}
     for name in RIVALS:
@@ -401,7 +486,7 @@ def _number(entry: Document, key: str, form: str) -> str:
 
 PICTURES = {SPARSE: draw_sparse, LEARNING: draw_learning} | {name: partial(draw_arms, name) for name in ARM_PICTURES}
 TEXTS = {
-    SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING), DISTILLATION: _distillation,
+    H100: _h100, SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING), DISTILLATION: _distillation,
     TEACHER: partial(_arms_text, TEACHER), LEARNING: _learning,
 }  # fmt: skip
 

@@ -239,7 +239,7 @@ def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.Capture
     said = capfd.readouterr().out
     assert said.count("\nnot run, out of time: ") == len(jobs("tokens", "cpu"))
     assert said.startswith("5 cases, which end after 0.01 minutes with what is measured then\n")
-    assert "the time was over: --minutes takes more" in said
+    assert "the time was over before 0 measurements of the cases above; --minutes takes more" in said
 
 
 @pytest.mark.parametrize(

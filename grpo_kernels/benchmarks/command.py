@@ -89,16 +89,10 @@ def bench(arguments: argparse.Namespace) -> int:
             print(f"\n{case_table(found)}", flush=True)
     for case in document["not_run"]:
         print(f"not run, out of time: {case}")
-    cut = [
-        f"{name} in {found['case']['mode']} of {found['case']['head']}, {found['case']['dtype']}"
-        for found in cases
-        for name, report in found["implementations"].items()
-        if NOT_RUN in (report.get("error"), report.get("memory_error"))
-    ]
-    if cut:
-        print(f"out of time: {'; '.join(cut)}")
+    reports = [report for found in cases for report in found["implementations"].values()]
+    cut = sum(NOT_RUN in (report.get("error"), report.get("memory_error")) for report in reports)
     if cut or document["not_run"]:
-        print("the time was over: --minutes takes more")
+        print(f"the time was over before {cut} measurements of the cases above; --minutes takes more")
     print(f"written: {output}")
     if not arguments.no_figures:
         _draw(document, output.parent)

@@ -20,6 +20,7 @@ STYLE = {"figure.constrained_layout.use": True, "font.size": 8, "axes.titlesize"
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True}
 STYLE |= {"grid.color": "#e6e6e6", "lines.linewidth": 1.3, "lines.markersize": 4}
 GREY = "#6b6b6b"
+CUT = 4.0  # times the floor: farther ones are an arrow at the edge, with their number, or the others would touch
 COLOURS = {"ours": "#d1410c", "eager": GREY, "compiled": "#989898", "trl": "#0b6fb3", "quack": "#b89600"}
 COLOURS |= {"liger": "#0a8f6a", "liger-native": "#4fb08e", "verl": "#8e44ad", "verl-torch": "#b583c9"}
 COLOURS |= {"cut-cross-entropy": "#8c6d31"}
@@ -75,7 +76,7 @@ def time(document: Document) -> Figure | None:
             panels.append((of, rows))
     if not panels:
         return None
-    height = 0.15 * max(len(rows) for _, rows in panels) + 0.55
+    height = 0.15 * max(len(rows) for _, rows in panels) + 0.75
     title = "Time over that of the bare matrix products: forward and backward"
     figure, axes = sheet(document, title, len(panels), height)
     for axis, (fields, rows) in zip(axes, panels, strict=True):
@@ -84,11 +85,12 @@ def time(document: Document) -> Figure | None:
             labels.append(f"{entry['title']}: {OUT_OF_MEMORY}")
             if median < math.inf:
                 seconds = entry["seconds"]
-                ends = [median * seconds[end] / seconds["median"] for end in ("min", "max")]
+                ends = [min(median * seconds[end] / seconds["median"], CUT) for end in ("min", "max")]
                 axis.plot(ends, [y, y], color=_colour(name), alpha=0.5, linewidth=2.5)
-                axis.plot([median], [y], "o", color=_colour(name), label=entry["title"])
+                axis.plot([min(median, CUT)], [y], "o" if median < CUT else ">", color=_colour(name))
                 labels[-1] = f"{entry['title']}  {median:.2f}×"
-        axis.set(title=_describe(fields), ylim=(len(rows) - 0.4, -0.6))
+        axis.set(title=_describe(fields), xlabel="time over that of the bare products", ylim=(len(rows) - 0.4, -0.6))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
         axis.set_yticks(range(len(labels)), labels)
         axis.yaxis.tick_right()
         axis.axvline(1.0, color="black", linewidth=0.8)
@@ -131,6 +133,7 @@ def sweep(
         completions = f", {case['tokens'] // case['length']} completions" if field == "length" else ""
         axis.set(title=_describe(case, "tokens" if field == "length" else field), xlabel=SWEPT[field] + completions)
         axis.set(xscale="linear" if 0.0 in xs else "log", yscale="log")
+        axis.set_ylabel("peak memory" if key == "peak_bytes" else "time over the bare products'")
         axis.set_xticks(xs, [f"{x // 1024}k" if x and x % 1024 == 0 else f"{x:,g}" for x in xs])
         axis.xaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

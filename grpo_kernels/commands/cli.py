@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         return command
 
     for name, text in TRAINING.items():
-        add(name, _train, text, add_help=False)
+        add(name, _train, text, add_help=False).set_defaults(command=name)
     what = "time and memory of this library, eager PyTorch, the peers and the bare products, on this machine"
     benchmark.add_arguments(add("bench", benchmark.bench, what))
     what = "measure the launch configurations of the Triton kernels on this GPU, for one lm_head"
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.name not in TRAINING:
+    if rest and not hasattr(arguments, "command"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
     try:
