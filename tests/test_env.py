@@ -96,6 +96,17 @@ def test_without_numpy_and_transformers_a_report_is_written_and_torch_is_quiet(t
     assert (found.returncode, found.stderr, found.stdout) == (0, "", f"{tmp_path / 'report.html'}\n")
 
 
+def test_ctrl_c_is_a_sentence_and_a_closed_pipe_is_quiet(monkeypatch, capfd):
+    def interrupted(**facts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(env, "collect", interrupted)
+    assert main(["env"]) == 130 and capfd.readouterr().err == "\ngrpo-kernels env: interrupted\n"
+    command = f"{sys.executable} -m grpo_kernels env 2>&1 | true; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (141, "", "")
+
+
 # --- grpo-kernels check -----------------------------------------------------------------------------------------------
 
 

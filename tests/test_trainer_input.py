@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from grpo_kernels import __version__
 from grpo_kernels.commands.cli import main
-from grpo_kernels.trainer.arguments import TrainArguments, parse
+from grpo_kernels.trainer.arguments import TrainArguments, as_typed, parse
 from grpo_kernels.trainer.ranks import configure_deepspeed
 from grpo_kernels.trainer.run import Run
 
@@ -155,6 +155,26 @@ def refused(model, data, tmp_path, capfd):
 def test_one_sentence_and_nothing_written(options, words, refused):
     sentence = refused(**options)
     assert all(word in sentence for word in words), sentence
+
+
+def test_the_command_line_names_options_as_they_are_typed(model, data, tmp_path, capfd):
+    words = [
+        "--model-name-or-path",
+        str(model),
+        "--dataset-name",
+        str(data),
+        "--output-dir",
+        str(tmp_path / "max_steps"),
+    ]
+    for given, sentence in (
+        (["--reward-funcs=arithmetic", "--lora-r=4"], "--lora-r 4 has no effect without --use-peft; leave it out"),
+        ([], "--reward-funcs is empty; expected names of"),
+        (["--reward-funcs=arithmetic", "--num-generations=3"], "--num-generations 3 does not divide the 8 completions"),
+    ):
+        assert main(["train", *words, *given]) == 2
+        assert f"grpo-kernels train: {sentence}" in capfd.readouterr().err
+    for text in ("loss_options='{\"max_steps\": 1}'", "/runs/max_steps/x", "the loss of max_steps.py, a seed"):
+        assert as_typed(text) == text.replace("loss_options=", "--loss-options ")
 
 
 @pytest.mark.parametrize(("changes", "words"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import arithmetic, demo, smollm2, tasks
+from grpo_kernels.trainer.arguments import parse, to_json
+from grpo_kernels.trainer.commands import demo_folder
+from grpo_kernels.trainer.files import lock_folder
 
 
 def test_each_id_decodes_to_a_text_of_its_own(tmp_path):
@@ -67,6 +71,55 @@ def test_the_demo_of_a_chat_model_shows_its_curve_and_answers(tmp_path, monkeypa
     assert f"went from {rewards[0]} to {rewards[-1]} in 2 steps" in shown and "grpo-demo/report.html" in shown
     settings = json.loads(Path("grpo-demo/config.json").read_text())
     assert settings["reward_funcs"] == ["last_number"] and settings["dataset_name"] == "largest-number"
+
+
+def test_a_demo_goes_on_or_says_where_it_writes(tmp_path, monkeypatch, capfd):
+    def begin(folder, finished, **options):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(to_json(parse(["--max-steps=9"], "demo"), 1) | options))
+        if finished:
+            (folder / "summary.json").write_text("{}")
+
+    def place(*words):
+        return demo_folder(parse(["--max-steps=9", *words], "demo")), capfd.readouterr().err.strip()
+
+    monkeypatch.chdir(tmp_path)
+    assert place() == (["--output-dir", "grpo-demo"], "")
+    Path("grpo-demo").mkdir()  # left by one that ended before its first step
+    assert place() == (["--output-dir", "grpo-demo"], "")
+    Path("grpo-demo").rmdir()
+    begin(Path("grpo-demo"), finished=True)
+    assert place() == (
+        ["--output-dir", "grpo-demo-2"],
+        "grpo-demo holds a finished run: this one goes to grpo-demo-2\n",
+    )
+    begin(Path("grpo-demo-2"), finished=False, seed=7)
+    assert place() == (["--output-dir", "grpo-demo-3"], "grpo-demo-2 holds another run: this one goes to grpo-demo-3")
+    begin(Path("grpo-demo-3"), finished=False)
+    going_on = ["--output-dir", "grpo-demo-3", "--resume-from-checkpoint", "auto"]
+    assert place() == (going_on, "grpo-demo-3 holds this demo, interrupted: it goes on")
+    lock = lock_folder(Path("grpo-demo-3"))  # it runs
+    assert place()[0] == ["--output-dir", "grpo-demo-4"]
+    os.close(lock)
+    for words in (["--output-dir=mine"], ["--dry-run"], ["--resume-from-checkpoint=auto"]):
+        assert place(*words) == ([], "")
+
+
+def test_a_demo_that_is_interrupted_says_so_by_its_name(tmp_path, monkeypatch, capfd):
+    def interrupted(*words, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(arithmetic, "start_model", interrupted)
+    assert main(["demo"]) == 130
+    assert capfd.readouterr().err == "grpo-kernels demo: interrupted before the first step\n"
+
+
+def test_without_a_terminal_the_warm_up_says_how_far_it_is(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(arithmetic, "QUIET_S", 0.0)
+    arithmetic.start_model(tmp_path / "a", seed=0, vocab_size=20, hidden_size=32, num_layers=1, max_steps=2)
+    said = capfd.readouterr().err
+    assert re.search(r"^warm-up: step 1, loss \d\.\d\d, down to 0\.22$", said, flags=re.MULTILINE)
 
 
 def test_the_demo_says_which_packages_its_chat_model_needs(monkeypatch, capsys):

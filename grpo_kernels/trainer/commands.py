@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
@@ -33,9 +34,9 @@ from .tasks import ARITHMETIC_MODEL
 MIB = 2**20
 
 
-def train(argv: Sequence[str], command: str = "train") -> int:
+def train(argv: Sequence[str], command: str = "train", wording: Callable[[str], str] = str) -> int:
     """A run; the exit status is 0, 2 for bad input, 1 for a run that cannot go on (rewards that fail, a full disk),
-    128 + the signal that ended the run."""
+    128 + the signal that ended the run. wording: of errors, which name options as Python does."""
     try:
         arguments = parse(argv, command)
         if arguments.dry_run:
@@ -47,14 +48,14 @@ def train(argv: Sequence[str], command: str = "train") -> int:
     except BrokenPipeError:  # what was told is not read any more: no sentence helps
         raise
     except (ValueError, TypeError, ImportError, OSError, SandboxUnavailable) as error:
-        print(f"grpo-kernels {command}: {as_typed(str(error))}", file=sys.stderr)
+        print(f"grpo-kernels {command}: {wording(str(error))}", file=sys.stderr)
         return 2
     try:
         return Trainer(run).train()
     except BrokenPipeError:
         raise
     except (RunError, OSError) as error:
-        print(f"grpo-kernels {command}: {as_typed(str(error))}", file=sys.stderr)
+        print(f"grpo-kernels {command}: {wording(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # a second Ctrl-C
         print(f"grpo-kernels {command}: interrupted; what was saved before is kept", file=sys.stderr)
@@ -67,7 +68,7 @@ def demo(argv: Sequence[str]) -> int:
     """A run of `train` with options for the arithmetic model or a chat model; `demo_folder` says where."""
     options, words = demonstration.split(argv)
     if "--help" in words or "-h" in words:
-        return train(words, "demo")
+        return train(words, "demo", as_typed)
     try:
         words = [*demonstration.words_of_run(options), *words]
         place = demo_folder(parse(words, "demo"))
@@ -75,7 +76,7 @@ def demo(argv: Sequence[str]) -> int:
         print(f"grpo-kernels demo: {as_typed(str(error))}", file=sys.stderr)
         return 2
     words = [*place, *words]
-    status = train(words, "demo")
+    status = train(words, "demo", as_typed)
     if place and status > 128 and checkpoints(Path(place[1])):
         print("grpo-kernels demo, with the same options, goes on with this run", file=sys.stderr)
     if status == 0 and options.model != "arithmetic":
@@ -110,7 +111,9 @@ def demo_folder(a: TrainArguments) -> list[str]:
     return ["--output-dir", name]
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demo": demo, "train": train, "evaluate": evaluate.run}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": demo, "train": partial(train, wording=as_typed), "evaluate": evaluate.run,
+}  # fmt: skip
 
 
 # --- train --dry-run --------------------------------------------------------------------------------------------------
