@@ -1,20 +1,35 @@
 # `make demo` and `make test` do all their own set-up. Variables, as in `make test PYTHON=python3.12`:
 #   PYTHON       candidates for the interpreter, 3.11 to 3.14; the first that runs makes the environment
-#   VENV         where that lies
+#   VENV         where that lies: it takes 6 GB, mostly CUDA libraries that torch brings from PyPI
+#   TORCH        TORCH=installed, as in `make demo TORCH=installed`: an environment in .venv-installed that has the torch
+#                of PYTHON, a build for CPUs, say, and downloads none. Elsewhere: versions for make test-torch
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
 #   EXTRAS       of pyproject.toml that are installed; `make test` and `make bench` add the peers
 #   ARGS         passed on to the demo, to pytest, to a gate, to the benchmarks, or to tools/wheels.py
-#   TORCH        versions of torch for make test-torch
 #   GPU_PYTHON   version of Python on the GPU machine, for make gpu-peers
 # What is compiled, and for which GPUs, are variables of setup.py: GRPO_KERNELS_CUDA=0, GRPO_KERNELS_CUDA_ARCHS="90a" ...
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
+TORCH ?= 2.8.0
+ifeq ($(TORCH),installed)
+VENV ?= .venv-installed
+CONSTRAINTS ?= $(VENV)/constraints.txt
+else
 VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
+endif
 EXTRAS ?= dev
-TORCH ?= 2.8.0
 GPU_PYTHON ?= 3.12
 
 BIN = $(VENV)/bin
+ifeq ($(TORCH),installed)
+WITH = $() with torch
+NEEDED = import torch;
+COST = it has the torch of $$python, and takes 1 to 2 GB
+PURELIB = import sysconfig; print(sysconfig.get_path(\"purelib\"))
+SHARE = $$python -c "import importlib.metadata as m; print(m.distribution(\"torch\").locate_file(\"\"))" > "$$($(BIN)/python -c "$(PURELIB)")/installed.pth" &&
+else
+COST = 6 GB, mostly CUDA libraries that torch brings from PyPI; make demo TORCH=installed takes a torch that is here
+endif
 VLLM = build/vllm
 # What torch itself takes part in: custom operators, torch.compile, autograd, autocast, with every surrogate. Triton's
 # interpreter takes the Triton that tests/triton_interpreter.py was written for: it runs with the newest torch alone.
@@ -29,6 +44,7 @@ INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # The text after ## of each target.
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s%s\n", $$1, $$2}' Makefile
+	@echo "Variables stand in the head of the Makefile; with TORCH=installed nothing of torch's 6 GB is downloaded."
 
 demo: $(VENV)/.built ## a small language model learns arithmetic with fused_grpo_loss
 	$(BIN)/grpo-kernels demo $(ARGS)
@@ -114,8 +130,8 @@ wheel: $(VENV)/.installed ## source archive and wheel in dist/
 wheels: $(VENV)/.created ## source archive, and wheels for the CPU and each CUDA version, for x86-64 and aarch64, in dist/
 	$(BIN)/python tools/wheels.py $(ARGS)
 
-clean: ## remove the virtual environment and everything built
-	rm -rf $(VENV) $(VENV)-bench build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .benchmarks
+clean: ## remove the virtual environments and everything built
+	rm -rf $(VENV) $(VENV)-bench .venv-installed build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .benchmarks
 
 # The packages that the integrations serve and the benchmarks compare with, beside the package itself, which is installed.
 # Of verl's dependencies, which are many, none is needed for either; they keep it from Python 3.13, which its modules
@@ -163,12 +179,19 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[$(EXTRAS)]"
 	@touch $@
 
+# Of TORCH=installed: all pins but those that torch decides, and torch as it is.
+$(VENV)/constraints.txt: $(VENV)/.created .ci/constraints.txt
+	sed -E '/^(torch|triton)==/d' .ci/constraints.txt > $@.partial
+	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" >> $@.partial
+	@mv $@.partial $@
+
+# With TORCH=installed the environment sees the packages beside that torch, a virtual environment's too, after its own.
 $(VENV)/.created:
 	@for python in $(PYTHON); do \
-	    if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then \
-	        echo "$$python -m venv $(VENV)"; \
-	        $$python -m venv --clear $(VENV) && touch $@; exit; \
+	    if $$python -c 'import sys; $(NEEDED) sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then \
+	        echo "$$python -m venv $(VENV): $(COST)"; \
+	        $$python -m venv --clear $(VENV) && $(SHARE) touch $@; exit; \
 	    fi; \
 	done; \
-	echo "No Python 3.11 to 3.14 among: $(PYTHON). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
+	echo "No Python 3.11 to 3.14$(WITH) among: $(PYTHON). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
 	exit 1

@@ -91,7 +91,7 @@ def test_a_demo_goes_on_or_says_where_it_writes(tmp_path, monkeypatch, capfd):
     begin(Path("grpo-demo"), finished=True)
     assert place() == (
         ["--output-dir", "grpo-demo-2"],
-        "grpo-demo holds a finished run: this one goes to grpo-demo-2\n",
+        "grpo-demo holds a finished run: this one goes to grpo-demo-2",
     )
     begin(Path("grpo-demo-2"), finished=False, seed=7)
     assert place() == (["--output-dir", "grpo-demo-3"], "grpo-demo-2 holds another run: this one goes to grpo-demo-3")
