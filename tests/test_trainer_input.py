@@ -558,7 +558,7 @@ def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):
     assert shown("--version") == shown("train", "--version") == f"grpo-kernels {__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["train", "demo", "evaluate", "report"])
+@pytest.mark.parametrize("name", ["train", "demo", "evaluate"])
 def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     assert main([name]) == 1
