@@ -24,6 +24,7 @@ from .reference import Reference, errors, off_policy, reference, why_wrong
 
 Found = dict[str, dict[str, Any]]
 Run = Callable[..., Any]  # run_in_subprocess, told about progress and silence
+PREPARING = 0.6  # share of the time for first calls: what has run by then is timed
 SHORT_S = 1.0  # of a call: repeated whoever makes it
 FAR = 1.5  # times the fastest
 BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
@@ -72,8 +73,9 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
     inputs = off_policy(make_inputs(case, device))
     exact: dict[str, Reference] = {}
     ready: dict[str, Callable[[], object]] = {}
+    begin = time.time()
     for name in names:
-        if time.time() > options.deadline:
+        if time.time() > begin + PREPARING * (options.deadline - begin):
             found[name]["error"] = NOT_RUN
             continue
         objective = IMPLEMENTATIONS[name].objective
@@ -93,13 +95,13 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
     gc.collect()
     gc.freeze()  # what lives now is not looked at before each call
 
-    def after_round(last: str, measured: Found) -> None:
+    def after_call(last: str, measured: Found) -> None:
         for name, times in measured.items():
             found[name]["seconds"] = times
         _add_ratios(found)
         on_progress(last, found)
 
-    interleave(ready, options.rounds, device, options.deadline, on_progress, after_round)
+    interleave(ready, options.rounds, device, options.deadline, on_progress, after_call)
     return found
 
 
@@ -116,10 +118,10 @@ def interleave(
     device: torch.device,
     deadline: float = math.inf,
     on_progress: OnProgress = lambda text: None,
-    after_round: Callable[[str, Found], None] = lambda last, found: None,
+    after_call: Callable[[str, Found], None] = lambda last, found: None,
 ) -> Found:
     """Median, spread and all of `rounds` times of every step, in turn; at least one where the deadline comes first.
-    `after_round` gets the step that was the last, and the same of the rounds so far.
+    `after_call` gets the step that was the last, and the same of the calls so far.
 
     Who takes seconds and FAR times as long as the fastest is left at one round, unless others are divided by it
     (BASES): whether it is 3.1 or 3.2 times is not worth the minutes. Each step has to have run before.
@@ -137,14 +139,14 @@ def interleave(
             if device.type == "cuda":  # whose clock follows the power that the work before took: let it be this work
                 steps[name]()
             times[name].append(seconds(steps[name], device))
-        found = {
-            name: {"median": statistics.median(taken), "min": min(taken), "max": max(taken), "times": list(taken)}
-            for name, taken in times.items()
-        }
-        if order:
-            after_round(order[-1], found)
+            found[name] = _summary(times[name])
+            after_call(name, found)
         order = order[1:] + order[:1]
     return found
+
+
+def _summary(times: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(times), "min": min(times), "max": max(times), "times": list(times)}
 
 
 def seconds(step: Callable[[], object], device: torch.device) -> float:
