@@ -86,7 +86,8 @@ def keeps_cache(policy: nn.Module, ranks: Ranks) -> bool:
     """Whether the model can be sampled with its cache, token by token; every rank asks. A model that cannot is sampled
     without, with a warning. Raises ValueError for a model that cannot be sampled in a padded batch at all."""
     policy.eval()
-    lm: Any = getattr(policy, "module", policy).lm  # within DDP
+    wrapped: Any = getattr(policy, "module", policy)  # within DDP
+    lm = wrapped.lm
     name = type(lm.get_base_model() if hasattr(lm, "get_base_model") else lm).__name__
     for cached in (True, False):
         found = max(ranks.gather([infer(policy, "decoding_error", cached=cached)]))
