@@ -134,7 +134,7 @@ def assert_statistics(found: RowStats, expected: RowStats, tolerance: float = 4e
 def assert_gradient(exps: Tensor, scale: Tensor, expected: Tensor, slack: float = 5e-5) -> None:
     """Every entry but for one rounding to bfloat16."""
     found = scale.double()[:, None] * exps.double()
-    torch.testing.assert_close(found, expected, rtol=ROUNDING + slack, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=ROUNDING + slack, atol=1e-12, equal_nan=True)
 
 
 def assert_anchored(
@@ -327,12 +327,13 @@ def test_a_token_without_gradient_adds_nothing(kernels, nats):
 
 
 def test_a_masked_target(kernels):
-    """Probability 0: logp is -inf, and what the gradient is made of stays finite."""
+    """Probability 0: logp is -inf, which has no ratio to itself: NaN for these tokens and no others."""
     head = make_head()
     head.bias[head.ids[4]] = -math.inf
     masked = head.ids == head.ids[4]
     stats, exps, scale = assert_anchored(kernels, head)
-    assert (stats.logp[masked] == -math.inf).all() and exps.isfinite().all() and scale.isfinite().all()
+    assert (stats.logp[masked] == -math.inf).all() and exps.isfinite().all()
+    assert torch.equal(scale.isnan(), masked)
 
 
 # --- Triton: tiles, parts, descriptors --------------------------------------------------------------------------------

@@ -152,7 +152,8 @@ def test_the_adapter_of_a_model_is_trained_on(use_peft, model, data, tmp_path):
     torch.testing.assert_close(logits(result.eval()), before)
     config = result.peft_config["default"]
     assert (config.r, config.use_rslora, config.target_modules) == (4, True, {"q_proj", "v_proj"})
-    assert main(["evaluate", str(tmp_path / "run"), "--dataset-name", str(data)]) == 0
+    words = ["--dataset-name", str(data), "--reward-funcs", "training:length"]
+    assert main(["evaluate", str(tmp_path / "run"), *words]) == 0
 
     def call(name, **changes):
         changes = {"max_steps": 4, "save_steps": 2, "beta": 0.1, "save_total_limit": None, **changes}
@@ -177,7 +178,7 @@ def test_an_adapter_in_a_folder_is_trained_on(model, data, tmp_path, monkeypatch
         result = load(tmp_path / f"of-{name}" / "model", model)
         assert torch.equal(logits(result), logits(start))
         assert result.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
-    words = f"model_name_or_path=start is an adapter to {tmp_path / 'base'}; expected use_peft=True, which trains it on"
+    words = f"{tmp_path / 'start'} is an adapter to {tmp_path / 'base'}; expected use_peft=True, which trains it on"
     with pytest.raises(ValueError, match=re.escape(words)):
         train("start", training.length, rows_of(data), options("run"))
     shutil.copy("base/config.json", "start")

@@ -163,7 +163,7 @@ def test_a_run_without_a_cache_that_can_be_used_says_so(family, model, data, tmp
         torch.testing.assert_close(
             torch.tensor(c["logps"]), own_logps(lm, c["prompt_ids"], c["ids"]), atol=1e-4, rtol=0
         )
-    words = ["evaluate", str(tmp_path / "run"), "--max-prompts", "1"]
+    words = ["evaluate", str(tmp_path / "run"), "--max-prompts", "1", "--reward-funcs", "training:length"]
     assert main(words) == 0 and f"{name} is sampled without a cache (it" in capfd.readouterr().err
 
 

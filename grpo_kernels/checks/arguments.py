@@ -174,16 +174,17 @@ def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
             f"{name} has shape {tuple(total.shape)} and strides {total.stride()}; expected a contiguous "
             f"{tuple(weight.shape)} like lm_head_weight"
         )
-    if total.is_neg():
-        raise ValueError(f"{name} is a negated view; expected a buffer that stores its elements")
     if total.requires_grad:
         raise ValueError(f"{name} requires a gradient; expected a buffer that gradients are added to")
     if not (weight.requires_grad and weight.is_leaf):
         raise ValueError(
             f"{name} is given, and lm_head_weight is no leaf that requires a gradient: nothing would be added"
         )
-    # Of a compiled call, which takes none, dynamo has no addresses.
-    if not torch.compiler.is_compiling() and total.data_ptr() == weight.data_ptr() and total.numel():
+    if torch.compiler.is_compiling():  # such a call takes none, and dynamo has neither bits nor addresses
+        return
+    if total.is_neg():
+        raise ValueError(f"{name} is a negated view; expected a buffer that stores its elements")
+    if total.data_ptr() == weight.data_ptr() and total.numel():
         raise ValueError(f"{name} is the memory of lm_head_weight; expected a buffer of its own")
 
 

@@ -167,7 +167,11 @@ class Run:
                 )
         try:
             with tempfile.TemporaryDirectory(dir=self.folder, prefix=".trial-", suffix=".partial") as folder:
-                self.write_model(Path(folder), {})
+                if self.arguments.use_peft:  # which saves no adapter without its tensors
+                    self.bare_policy.lm.active_peft_config.save_pretrained(folder)
+                    self.tokenizer.save_pretrained(folder)
+                else:
+                    self.write_model(Path(folder), {})
         except Exception as error:  # of many types, of transformers, tokenizers and the system
             raise ValueError(
                 f"output_dir={self.folder}: model and tokenizer cannot be saved: {type(error).__name__}: {error}"
