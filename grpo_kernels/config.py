@@ -13,7 +13,7 @@ import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -42,6 +42,8 @@ from .trl_options import left_to_the_loop
 # Kernels compute in float32, and some GPUs take what is smaller for 0.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 LARGEST_COUNT = 2**31 - 1
+DweightSum = Literal["weight", "float32"]
+DWEIGHT_SUMS: tuple[DweightSum, ...] = get_args(DweightSum)
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,11 @@ class GRPOConfig:
             logit_softcap: applied before it.
         logits_dtype: torch.float32 or the input dtype; None takes the input dtype for bfloat16 on a CPU that has
             products of it (AVX-512, AMX), and float32 for all other 16-bit inputs.
-        chunk_rows: rows of a chunk: so many rows of gradients of logits are in memory at a time, and at most as many
-            rows of logits. None derives both from V and a memory budget (512 MiB; on a GPU a twelfth of its memory, at
-            least 4 GiB). On a GPU a batch that fits the budget is one chunk if the weight is trained; others have
-            short chunks, which need less memory.
+        chunk_rows: rows of logits in memory at a time. None: 2,048 to 4,096 on a GPU, of long batches more, within
+            1 GiB; on a CPU 512, of bfloat16 1,366 or more, within 512 MiB. A loss over whole sequences holds the
+            longest of them, up to 4 GiB and 512 MiB.
+        dweight_sum: "weight", the shares of chunks are added in the type of the weight, or "float32": exact up to one
+            rounding, for a (V, H) matrix of float32 more. For 16-bit weights; float16 always has float32 sums.
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
             capture switches it on. Off, zero-gradient rows are left out, at the cost of one small read per call.
         score_inactive: also compute logps, entropy and metrics of zero-gradient tokens (one GEMM over their rows).
@@ -196,6 +199,7 @@ class GRPOConfig:
     score_inactive: bool = True
     logits_dtype: torch.dtype | None = None
     chunk_rows: int | None = None
+    dweight_sum: DweightSum = "weight"
     static_shapes: bool = False
     sparse_backward: float | None = None
     # Everything but the tensors, as text: what a custom operator receives, and a constant to torch.compile. It has been
@@ -229,6 +233,7 @@ class GRPOConfig:
         check_one_of("aggregation", self.aggregation, AGGREGATIONS)
         check_one_of("advantage_scale", self.advantage_scale, ADVANTAGE_SCALES)
         check_one_of("advantage_baseline", self.advantage_baseline, ADVANTAGE_BASELINES)
+        check_one_of("dweight_sum", self.dweight_sum, DWEIGHT_SUMS)
         for name in _SURROGATE_OPTIONS:
             value = getattr(self, name)
             if name not in rule.options:

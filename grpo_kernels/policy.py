@@ -151,7 +151,7 @@ def _run(
         return gradients[0], gradients[1]
 
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
-    too_long = call.level == "sequence" and max(lengths, default=0) > head.sizes.sequences
+    too_long = call.level == "sequence" and max(lengths, default=0) > head.sequence_rows
     if not any(wants) or too_long or scores.tokens.kept_ids is not None:
         scorer.score_gathered()
         scorer.score(index)
@@ -161,7 +161,7 @@ def _run(
     elif call.level == "sequence":
         scorer.staged(whole_sequences(head, index, lengths), coefficients)
     else:
-        scorer.staged(((chunk, slice(0)) for chunk in head.chunks(index)), coefficients)
+        scorer.staged(((rows, slice(0)) for rows in head.chunks(index)), coefficients)
     return (total,), head.gradients()
 
 

@@ -1,4 +1,4 @@
-"""Rows at a time: what follows from the memory budget, and a product chunk made of several row chunks."""
+"""Rows of logits at a time, the memory that they take, and what adding up the shares of chunks rounds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from helpers import (
     assert_same_bits,
     assert_within,
+    call,
     call_counter,
     errors,
     fused,
     leaves,
-    loss_by,
     make_batch,
     make_sampling_mask,
     off_policy,
@@ -28,37 +28,59 @@ from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.compiled.cpu import CpuBackend
 from grpo_kernels.contract import chunk_row_stride
 from grpo_kernels.engine import lm_head, memory
+from grpo_kernels.engine.dweight import WeightGradient
 from grpo_kernels.engine.lm_head import LMHead
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-TRAINED, FROZEN, SCORED = (True, True, False), (True, False, False), (False, False, False)
+TRAINED = (True, True, False)
+# Width and vocabulary, and the most MiB that a step of 16,384 tokens may hold beside inputs and gradients.
+HEADS = {
+    "llama-3-8b": (4096, 128_256, 600), "qwen2.5-7b": (3584, 152_064, 750), "qwen2.5-1.5b": (1536, 151_936, 900),
+    "gemma-2-2b": (2304, 256_000, 1150),
+}  # fmt: skip
 
 
-def held(sizes: memory.ChunkSizes, vocab: int, grad: torch.dtype) -> int:
-    """Bytes of the scratches of one chunk with float32 logits, fused or staged, whichever needs more."""
-    gradient_rows = sizes.products if sizes.logits < sizes.products else 0
-    return vocab * max(sizes.logits * 4 + gradient_rows * grad.itemsize, sizes.sequences * 4)
+def rows_on_gpu(tokens, width, row_bytes, *, rounds=True, multiprocessors=132):
+    return memory.rows_of_chunk(
+        tokens, width, row_bytes, BFLOAT, CUDA, rounds=rounds, multiprocessors=multiprocessors
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_memory_of_a_step_on_a_gpu(head):
+    """Exponentials of a chunk in 16 bits, and what the products of its rows hold: hidden states times their scale, in
+    float32 and as 16 bits, and dlogits W."""
+    width, vocab, most = HEADS[head]
+    rows = rows_on_gpu(16_384, width, 2 * vocab)
+    assert rows * (2 * vocab + 8 * width) <= most * 2**20
+    assert rows % memory.TILE_ROWS == 0 and 2048 <= rows <= 4096 and rows * 2 * vocab <= 2**30
+    assert rows_on_gpu(65_536, width, 2 * vocab) * (2 * vocab + 6 * width) <= 1100 * 2**20
+    assert rows_on_gpu(16_384, width, 2 * vocab, multiprocessors=0) == 2048
+
+
+def test_rows_fill_the_waves_of_a_gpu():
+    """17 tiles of rows and 14 of columns are 238 blocks, two waves over 132 multiprocessors as 16 tiles are, and what
+    is left of the batch takes one."""
+    assert rows_on_gpu(16_384, 3584, 2 * 152_064) == 17 * memory.TILE_ROWS
+    assert rows_on_gpu(16_384, 1536, 2 * 151_936) == 22 * memory.TILE_ROWS  # 132 blocks
+    assert rows_on_gpu(16_384, 4096, 2 * 128_256) == 16 * memory.TILE_ROWS  # longer ones fill no more
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-@pytest.mark.parametrize("grad", [FLOAT, BFLOAT, HALF])
-@pytest.mark.parametrize(
-    ("vocab", "wants"), [(1000, TRAINED), (151_936, FROZEN), (262_144, TRAINED), (262_144, SCORED)]
-)
-def test_memory_stops_growing_with_n_at_the_budget(device, grad, vocab, wants):
-    sizes_of_gpus = [memory.gpu_capacity(g * 2**30, 132) for g in (24, 80, 141)]
-    capacities = [memory.capacity_of(CPU)] if device == CPU else sizes_of_gpus
-    assert capacities == sorted(capacities) and capacities[0].budget == (2**29 if device == CPU else 2**32)
-    for capacity in capacities:
-        counts = [2**i for i in range(24)]
-        shape = vocab, 4096
-        sizes = [memory.chunk_sizes(n, shape, FLOAT, grad, device, wants, capacity=capacity) for n in counts]
-        bytes_ = [held(s, vocab, grad) for s in sizes]
-        assert bytes_[-1] == bytes_[-4] and max(bytes_) <= capacity.budget
-        assert all(s.logits <= s.products <= n and s.sequences <= n for n, s in zip(counts, sizes, strict=True))
-        least = min(1024, 2**32 // (vocab * 4)) if device == CUDA else 512  # at least so many, whatever the device
-        assert sizes[-1].products >= least and sizes[-1].sequences >= least
+@pytest.mark.parametrize("grad", [FLOAT, BFLOAT])
+@pytest.mark.parametrize("vocab", [1000, 32_000, 151_936, 262_144])
+@pytest.mark.parametrize("rounds", [True, False])
+def test_chunks_stay_within_their_bytes_and_few_round(device, grad, vocab, rounds):
+    most, row_bytes = (2**29 if device == CPU else 2**30), 4 * vocab
+    for tokens in (1, 17, 5000, 2**16, 2**23):
+        rows = memory.rows_of_chunk(tokens, 4096, row_bytes, grad, device, rounds=rounds, multiprocessors=132)
+        assert 1 <= rows <= tokens and rows * row_bytes <= most
+        assert not rounds or rows >= min(tokens / 8, 0.87 * most / row_bytes)
+        assert rows >= min(tokens, 512 if device == CPU else 2048, most // row_bytes // 128 * 128)
+        if not rounds:
+            assert rows <= (4096 if device == CUDA else 1366)
+    assert memory.rows_of_sequences(row_bytes, device) == (2**29 if device == CPU else 2**32) // row_bytes
 
 
 def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
@@ -67,21 +89,45 @@ def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
     return LMHead((hidden, weight, None), get_backend("torch"), wants=wants, logits_dtype=FLOAT, **options)
 
 
-@pytest.mark.parametrize(("dtype", "index", "first", "second"), [
-    (BFLOAT, None, FLOAT, FLOAT),  # all 40 tokens, 10 rows at a time
-    (BFLOAT, 11, FLOAT, FLOAT),
-    (BFLOAT, 10, BFLOAT, FLOAT),  # a chunk that is alone is rounded once; were more to follow, float32 sums would
-    (HALF, 10, FLOAT, FLOAT),  # the loss scale comes before the rounding
-    (FLOAT, 10, FLOAT, FLOAT),
+@pytest.mark.parametrize(("dtype", "wide", "sum_dtype"), [
+    (BFLOAT, False, BFLOAT), (BFLOAT, True, FLOAT), (FLOAT, False, FLOAT),
+    (HALF, False, FLOAT),  # the loss scale comes before the rounding
 ])  # fmt: skip
-def test_sums_of_a_gpu_are_in_float32_unless_a_chunk_is_alone(dtype, index, first, second):
-    head = meta_head(40, dtype, (False, True, False), chunk_rows=10)
+def test_dweight_is_summed_in_the_type_of_the_weight(dtype, wide, sum_dtype):
+    head = meta_head(40, dtype, (False, True, False), chunk_rows=10, sums_wide=wide)
     ids = torch.zeros(40, dtype=torch.int64, device=META)
-    for expected in (first, second):
-        head.accumulate(head.chunks(None if index is None else ids[:index])[0], ids)
-        assert head.dweight.total.dtype == expected
+    for rows in head.chunks(None):
+        head.accumulate(rows, ids)
+        assert head.dweight.total.dtype == sum_dtype
     finished = head.gradients()
-    assert finished.tensors[1].dtype == (FLOAT if dtype == HALF else dtype) and finished.dtypes[1] == dtype
+    assert finished.tensors[1].dtype == sum_dtype and finished.dtypes[1] == dtype
+
+
+@pytest.mark.parametrize(("chunks", "wide", "least", "most"), [
+    (1, False, 0.99, 1.01), (8, False, 1.5, 2.8), (32, False, 3.0, 5.0), (32, True, 0.99, 1.5),
+])  # fmt: skip
+def test_what_adding_up_chunks_rounds(chunks, wide, least, most):
+    """Of one rounding of the sum to bfloat16: it grows as the root of the number of chunks, unless the sum is float32;
+    a CPU rounds each share all the same."""
+    g = torch.Generator().manual_seed(0)
+    dlogits, h = (torch.randn(512, n, generator=g).bfloat16() for n in (300, 64))
+    exact = dlogits.double().T @ h.double()
+    head = meta_head(8, wants=(False, True, False), sums_wide=wide)
+    total = WeightGradient(torch.empty(300, 64, dtype=BFLOAT), BFLOAT, head.waiting_dtypes[1], get_backend("torch"))
+    for part in zip(dlogits.chunk(chunks), h.chunk(chunks), strict=True):
+        total.add(*part)
+    error = relative(total.finish().bfloat16(), exact) / relative(exact.bfloat16(), exact)
+    assert least <= error <= most
+
+
+def test_a_float32_buffer_gets_a_float32_sum(backend):
+    batch, bits = make_batch(3, sequences=40).head_as(BFLOAT), []
+    for name in ("weight", "float32"):
+        own, total = leaves(batch), torch.zeros(batch.weight.shape)
+        call(own, gk.GRPOConfig(chunk_rows=4, dweight_sum=name), backend, accumulate_into=total).loss.backward()
+        assert own.weight.grad is None
+        bits.append(bool((total != total.bfloat16().float()).any()))
+    assert bits == [False, True]
 
 
 @pytest.mark.parametrize(("dtype", "backend", "masked"), [
@@ -108,72 +154,41 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     assert_within(errors(found, exact), errors(fused(batch, config, backend), exact), 1e-6)
 
 
-@pytest.fixture
-def few_logits(monkeypatch):
-    """Float32 logits of at most 3 rows at a time beside bfloat16 gradients, as on a GPU with many rows."""
-    sizes = memory.chunk_sizes
-
-    def fewer(num_rows, vocab, logits, grad, *rest):
-        found = sizes(num_rows, vocab, logits, grad, *rest)
-        return found._replace(logits=3) if logits.itemsize > grad.itemsize else found
-
-    monkeypatch.setattr(lm_head, "chunk_sizes", fewer)
-
-
 WAYS = {"fused": "token", "staged": "sequence", "recompute": "sequence"}
 
 
 @pytest.mark.parametrize(
     ("way", "left_out"), [("fused", True), ("fused", False), ("staged", True), ("recompute", False)]
 )
-def test_a_product_chunk_of_several_row_chunks(monkeypatch, few_logits, way, left_out, backend):
-    """Logits come a few rows at a time, their gradients leave in one pair of products; the values stay."""
+def test_gradients_narrower_than_their_logits(way, left_out, backend):
+    """Float32 logits of bfloat16 inputs: gradients lie over them on a GPU, in a buffer of their own on a CPU."""
     batch = off_policy(make_batch(2, sequences=6)).head_as(BFLOAT)
     if left_out:
         batch.advantages[::2] = 0.0
     rows = {"fused": 20, "staged": 36, "recompute": 5}[way]
     config = gk.GRPOConfig(importance_sampling_level=WAYS[way], logits_dtype=FLOAT, chunk_rows=rows)
-    of_logits, of_products = [], []
-    call_counter(monkeypatch, LMHead, "logits", of_logits, lambda self, rows: rows.count)
-    call_counter(monkeypatch, LMHead, "accumulate", of_products, lambda self, chunk, ids: chunk.rows.count)
     found = fused(batch, config, backend)
-    if way != "staged":  # whose sequences need all their logits at once
-        assert max(of_logits) <= 3 < max(of_products)
-    assert max(of_products) <= rows
     exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
     assert_within(errors(found, exact), errors(eager, exact), 0.0, of="grad")
     assert relative(found.logps, exact.logps) < 1e-6
     assert_same_bits(found, fused(batch, config, backend))
 
 
-def test_a_loss_of_tokens_has_product_chunks_of_several_row_chunks_too(monkeypatch, backend):
-    """fused_policy_loss: the function gets the tokens of a row chunk, the products those of a product chunk."""
-    monkeypatch.setattr(
-        lm_head, "chunk_sizes", lambda *given: memory.ChunkSizes(products=20, logits=3, sequences=20, packed=20)
-    )
-    batch, of_logits, of_products = make_batch(2, sequences=6), [], []
-    own, other = leaves(batch), leaves(batch)
-    call_counter(monkeypatch, LMHead, "logits", of_logits, lambda self, rows: rows.count)
-    call_counter(monkeypatch, LMHead, "accumulate", of_products, lambda self, chunk, ids: chunk.rows.count)
-    loss_by("fused_policy_loss", own, backend).backward()
-    assert max(of_logits) <= 3 < max(of_products) <= 20 and sum(of_logits) == sum(of_products) == batch.ids.numel()
-    loss_by("fused_logps", other, backend).backward()
-    for name in ("hidden", "weight"):
-        assert relative(getattr(own, name).grad, getattr(other, name).grad) < 1e-6
-
-
-@pytest.mark.parametrize("chunk_rows", [None, 16, 5])  # one chunk, a few into a 16-bit sum, many into float32
+@pytest.mark.parametrize(("chunk_rows", "dweight_sum"), [(None, "weight"), (16, "weight"), (5, "float32")])
 @pytest.mark.parametrize("has_amx", [False, True])
-def test_products_of_bfloat16_with_and_without_amx(monkeypatch, has_amx, chunk_rows):
+def test_products_of_bfloat16_with_and_without_amx(monkeypatch, has_amx, chunk_rows, dweight_sum):
     """What is added to dweight is h^T dlogits, transposed, or dlogits^T h: the processor decides."""
     calls = []
     monkeypatch.setattr(get_backend("cpu"), "has_amx", has_amx)
     call_counter(monkeypatch, CpuBackend, "add_transposed", calls, lambda *arguments, add: add)
-    batch, config = make_batch(3, sequences=8).head_as(BFLOAT), gk.GRPOConfig(chunk_rows=chunk_rows)
+    batch, config = (
+        make_batch(3, sequences=8).head_as(BFLOAT),
+        gk.GRPOConfig(chunk_rows=chunk_rows, dweight_sum=dweight_sum),
+    )
     exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
     found = fused(batch, config, "cpu")
     assert_within(errors(found, exact), errors(eager, exact), 0.0, of="grad")
-    assert (False in calls) == (has_amx and chunk_rows == 5)
+    assert (False in calls) == (has_amx and dweight_sum == "float32")
     assert (True in calls) == (has_amx and chunk_rows is not None)
 
 

@@ -386,6 +386,6 @@ def test_chunks_leave_room_for_pairs(count, chunk_rows, share):
     """Unless they are small, or their rows were chosen."""
     given = torch.zeros(1, count, 1), torch.zeros(49152, 1), None
     head = LMHead(given, get_backend("torch"), wants=(True, True, False), chunk_rows=chunk_rows)
-    usual = max(chunk.rows.count for chunk in head.chunks(None))
+    usual = max(rows.count for rows in head.chunks(None))
     head.leave_room()
-    assert usual * share * 0.85 <= max(chunk.rows.count for chunk in head.chunks(None)) <= usual * share
+    assert usual * share * 0.85 <= max(rows.count for rows in head.chunks(None)) <= usual * share

@@ -314,9 +314,9 @@ def accumulated(rank: int, group) -> None:
     batch, config = batches(gk.GRPOConfig()), gk.GRPOConfig()
     mine, exact = leaves(sliced(batch, rank, group), "bias"), reference(batch, config)
     total = torch.zeros_like(mine.weight)
-    with pytest.MonkeyPatch.context() as patch:  # the rank with the least memory decides
-        patch.setattr(vocab_parallel, "capacity_of", lambda _: (1000 + rank, rank))
-        assert vocab_parallel.agree(group, mine.hidden, mine.weight, None, (True,) * 3, ()).capacity == (1000, 0)
+    with pytest.MonkeyPatch.context() as patch:  # the rank with the fewest decides
+        patch.setattr(vocab_parallel, "multiprocessors_of", lambda _: 100 + rank)
+        assert vocab_parallel.agree(group, mine.hidden, mine.weight, None, (True,) * 3, ()).multiprocessors == 100
     call(mine, accumulate_into=total).loss.backward()
     assert mine.weight.grad is None and relative(total, exact.grads["weight"][rows_of(rank, group.size())]) < 2e-5
     frozen = leaves(mine, "weight", "bias")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.memory import chunk_sizes, default_logits_dtype, gpu_capacity
+from ..engine.memory import default_logits_dtype, rows_of_chunk
 from .cases import DTYPES, MODES, Case, make_case
 from .show import table
 
@@ -32,16 +32,15 @@ class Device(NamedTuple):
     half_tflops: float
     single_tflops: float
     terabytes_per_second: float
-    gigabytes: float
     multiprocessors: int
     source: str  # where the rates are from
 
 
 DEVICES = {
-    "H200": Device("NVIDIA H200", 790, 54, 4.3, 141, 132, "products and copies measured by others"),
-    "H100": Device("NVIDIA H100 80GB HBM3", 790, 54, 3.0, 80, 132, "as an H200; copies 0.9 of the datasheet"),
-    "A100": Device("NVIDIA A100-SXM4-80GB", 250, 15.6, 1.6, 80, 108, "datasheet times 0.8"),
-    "B200": Device("NVIDIA B200", 1800, 60, 6.4, 180, 148, "datasheet times 0.8"),
+    "H200": Device("NVIDIA H200", 790, 54, 4.3, 132, "products and copies measured by others"),
+    "H100": Device("NVIDIA H100 80GB HBM3", 790, 54, 3.0, 132, "as an H200; copies 0.9 of the datasheet"),
+    "A100": Device("NVIDIA A100-SXM4-80GB", 250, 15.6, 1.6, 108, "datasheet times 0.8"),
+    "B200": Device("NVIDIA B200", 1800, 60, 6.4, 148, "datasheet times 0.8"),
 }
 
 
@@ -68,17 +67,17 @@ def predict(case: Case, device: Device, way: str = "rows", *, pairs: int = 64, t
     if way == "floor":
         parts = [*(_logits(head, 1, size) for head in heads), *_gradients(case, case.tokens, size)]
     else:
-        capacity = gpu_capacity(1e9 * device.gigabytes, device.multiprocessors)
-        capacity = capacity.beside(wide, wide) if teacher else capacity
-        wants, shape = (case.mode != "forward", case.mode == "step", False), (case.vocab_size, case.hidden_size)
-        sizes = chunk_sizes(case.tokens, shape, wide, case.torch_dtype, CUDA, wants, capacity=capacity)
-        parts = [_logits(head, math.ceil(case.tokens / sizes.logits), wide.itemsize) for head in heads]
+        rows = rows_of_chunk(
+            case.tokens, case.hidden_size, case.vocab_size * wide.itemsize * len(heads), case.torch_dtype, CUDA,
+            rounds=case.mode == "step" and size == 2, multiprocessors=device.multiprocessors,
+        )  # fmt: skip
+        parts = [_logits(head, math.ceil(case.tokens / rows), wide.itemsize) for head in heads]
         if way == "sparse":
             parts += _pairs(case, wide.itemsize, pairs)
         else:  # both rows are read for the divergence, and again for the gradient
             passes, written = (1, 0) if case.mode == "forward" else (2 if teacher else 1, size)
             moved = case.tokens * case.vocab_size * (passes * len(heads) * wide.itemsize + written)
-            parts += [_Part(0, moved, ROW_RATE), *_gradients(case, sizes.products, size)]
+            parts += [_Part(0, moved, ROW_RATE), *_gradients(case, rows, size)]
     rate = 1e12 * (device.single_tflops if case.dtype == "float32" else device.half_tflops)
     bandwidth = 1e12 * device.terabytes_per_second
     seconds = sum(max(part.flops / rate, part.bytes / (part.rate * bandwidth)) for part in parts)
@@ -112,8 +111,7 @@ def _gradients(case: Case, rows: int, dlogits_bytes: int) -> list[_Part]:
         return [dhidden]
     if chunks == 1:
         return [dhidden, _Part(flops, moved + weight * size)]
-    sums = (2 * chunks - 1) * weight * 4  # in float32, which are rounded in the end
-    return [dhidden, _Part(flops, moved + sums), _Part(0, weight * (4 + size))]
+    return [dhidden, _Part(flops, moved + (2 * chunks - 1) * weight * size)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

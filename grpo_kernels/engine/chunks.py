@@ -21,7 +21,7 @@ from ..contract import Backend, HeadChunk, LogitChunk, Rows, RowStats, Sums, Tok
 from ..names import FIELD, MASK_SUMS, KernelParams
 from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import GivenLogits, LMHead
-from .memory import Chunk, visited
+from .memory import visited
 from .plan import Plan, keep_entropies
 from .sparse import SparsePairs
 from .teacher import KeptTeacher, TeacherHead, TopKHead, write_over
@@ -79,12 +79,11 @@ class Scorer:
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """logp, entropy and lse of these tokens (None: of all), nothing else."""
         computes_logits = self.head.strategy == "rows" or self.mask is not None or self.teacher is not None
-        for chunk in self.head.chunks(self.without_gathered(index)):
+        for rows in self.head.chunks(self.without_gathered(index)):
             if computes_logits:
-                for rows in chunk.row_chunks():
-                    self._statistics(rows)
+                self._statistics(rows)
             else:
-                self._put(chunk.rows, self.backend.linear_logp(self._head_chunk(chunk.rows), entropy=entropy))
+                self._put(rows, self.backend.linear_logp(self._head_chunk(rows), entropy=entropy))
 
     def score_gathered(self) -> None:
         if self.gathered is not None:
@@ -92,30 +91,27 @@ class Scorer:
 
     def single_pass(self, index: Tensor | None, table: Tensor) -> None:
         """Statistics, objective and gradient of tokens whose gradient depends on themselves alone."""
-        for chunk in self.head.chunks(index):
-            for rows in chunk.row_chunks():
-                read = self._logits(rows)
-                written = self.head.row_gradients(chunk, rows, read.logits)
-                self.backend.single_pass(read, table, written)
-            self._accumulate(chunk)
+        for rows in self.head.chunks(index):
+            read = self._logits(rows)
+            self.backend.single_pass(read, table, self.head.row_gradients(rows, read.logits))
+            self._accumulate(rows)
 
     def anchored(self, index: Tensor | None, table: Tensor) -> None:
         """`single_pass` without logits, for tokens whose gradient does not go through their entropy."""
         head = cast(LMHead, self.head)
-        for chunk in head.chunks(index):
-            rows, exponentials = chunk.rows, head.scratch.gradients(chunk.rows.count)
+        for rows in head.chunks(index, exponentials=True):
+            exponentials = head.scratch.gradients(rows.count)
             stats, scale = self.backend.anchored(self._head_chunk(rows), rows.take(table, 1), exponentials)
             self._put(rows, stats)
             self.backend.token_objective(rows, table, self.values, self.params)
-            head.accumulate_scaled(chunk, exponentials, scale)
+            head.accumulate_scaled(rows, exponentials, scale)
 
-    def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:
-        """Statistics of a row chunk, then its coefficients, then its gradients from the same logits."""
-        for chunk, sequences in chunks:
-            for rows in chunk.row_chunks():
-                read = self._statistics(rows)
-                self._gradient(chunk, read, *coefficients(rows, sequences))
-            self._accumulate(chunk)
+    def staged(self, chunks: Iterable[tuple[Rows, slice]], coefficients: CoefficientFn) -> None:
+        """Statistics of a chunk, then its coefficients, then its gradients from the same logits."""
+        for rows, sequences in chunks:
+            read = self._statistics(rows)
+            self._gradient(read, *coefficients(rows, sequences))
+            self._accumulate(rows)
         self._finish()
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
@@ -131,15 +127,14 @@ class Scorer:
             self.gathered.gradient(g_logp, g_entropy, static_shapes=True)
 
     def _gradient_of(self, index: Tensor | None, g_logp: Tensor, g_entropy: Tensor) -> None:
-        for chunk in self.head.chunks(index):
-            for rows in chunk.row_chunks():
-                self._gradient(chunk, self._logits(rows, again=True), g_logp, g_entropy)
-            self._accumulate(chunk)
+        for rows in self.head.chunks(index):
+            self._gradient(self._logits(rows, again=True), g_logp, g_entropy)
+            self._accumulate(rows)
         self._finish()
 
-    def _accumulate(self, chunk: Chunk) -> None:
-        """After the gradients of all rows of a chunk."""
-        self.head.accumulate(chunk, self.ids)
+    def _accumulate(self, rows: Rows) -> None:
+        """After the gradients of a chunk."""
+        self.head.accumulate(rows, self.ids)
 
     def _finish(self) -> None:
         """After all chunks with a gradient."""
@@ -168,9 +163,9 @@ class Scorer:
             self.teacher.put_divergence(read, self.backend)
         return read
 
-    def _gradient(self, chunk: Chunk, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
+    def _gradient(self, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
         head, rows, weight = self.head, read.rows, None if self.teacher is None else self.teacher.weight
-        written = head.row_gradients(chunk, rows, read.logits)
+        written = head.row_gradients(rows, read.logits)
         if head.grad_dtype == torch.float16 and rows.count:
             steepness = self.params.logit_scale / rows.take(self.temperature)
             largest = torch.maximum(rows.take(g_logp).abs(), rows.take(g_entropy).abs())
@@ -215,10 +210,10 @@ class SparseScorer(Scorer):
         super().__init__(head, *given)
         self.pairs = SparsePairs(head, theta, self.values.columns.dtype)
 
-    def _gradient(self, chunk: Chunk, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
+    def _gradient(self, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
         self.pairs.add(read, (g_logp, g_entropy), None if self.mask is None else self.mask.masked)
 
-    def _accumulate(self, chunk: Chunk) -> None:
+    def _accumulate(self, rows: Rows) -> None:
         """The pairs wait."""
 
     def _finish(self) -> None:
@@ -256,7 +251,7 @@ def run(
         scorer.score_gathered()  # whose sequences may hold other tokens
         visit = _without_gathered(visit, scorer, plan)
     lengths = visit.lengths
-    fits = lengths is not None and max(lengths, default=0) <= head.sizes.sequences
+    fits = lengths is not None and max(lengths, default=0) <= head.sequence_rows
     # What comes between statistics and gradient: the scale of float16, which follows from the coefficients; the other
     # ranks' statistics; entries that are written over. Pairs read the logits a second time.
     is_staged = head.grad_dtype == torch.float16 or scorer.vocab_slice is not None or isinstance(teacher, TopKHead)
@@ -268,7 +263,7 @@ def run(
     elif lengths is not None:
         scorer.staged(whole_sequences(head, visit.active, lengths), objective_of(plan, backend))
     elif is_staged:
-        scorer.staged(((chunk, slice(0)) for chunk in head.chunks(visit.active)), objective_of(plan, backend))
+        scorer.staged(((rows, slice(0)) for rows in head.chunks(visit.active)), objective_of(plan, backend))
     elif head.strategy == "anchored" and rules.entropy_coef == 0.0 and not reads_logits:
         scorer.anchored(visit.active, table)
     else:
@@ -375,9 +370,9 @@ def _mask_sums(scorer: Scorer, mask: TokenMask, scored: Tensor) -> Tensor:
 
 def whole_sequences(
     head: LMHead | GivenLogits, index: Tensor | None, lengths: list[int]
-) -> Iterator[tuple[Chunk, slice]]:
+) -> Iterator[tuple[Rows, slice]]:
     """Pack the tokens `index`, so many per sequence, into chunks of whole sequences: (chunk, range of sequences)."""
-    rows, size = visited(index, head.num_tokens), head.sizes.packed_rows(max(lengths, default=0))
+    rows, size = visited(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
     parts, first, start, stop = [], 0, 0, 0
     if 0 < rows.count <= size:
         parts, lengths = [(rows, slice(0, len(lengths)))], []

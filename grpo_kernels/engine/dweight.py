@@ -8,28 +8,18 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, KeptPairs
-from .memory import ROUNDED_CHUNKS
 from .products import PIECE_ROWS, add_product, product, transposed_columns
 
 
 class WeightGradient:
-    """`total`: the sum, None before the first chunk. `waiting_dtype`: its type at the end. `expected_chunks`: how many
-    will be added, set before the first."""
+    """`total`: the sum, None before the first chunk. `waiting_dtype`: its type; each chunk rounds a 16-bit one
+    once more."""
 
     def __init__(self, weight: Tensor, grad_dtype: torch.dtype, waiting_dtype: torch.dtype, backend: Backend) -> None:
         self.weight, self.grad_dtype, self.waiting_dtype, self.backend = weight, grad_dtype, waiting_dtype, backend
         self.total: Tensor | None = None
-        self.expected_chunks = 1
+        self.sums_in_float32 = grad_dtype.itemsize == 2 and waiting_dtype == torch.float32
         self._own_shares: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    @property
-    def sums_in_float32(self) -> bool:
-        """Few chunks may add to a 16-bit sum, on a GPU one, whose product rounds once. More are summed in float32,
-        as is a gradient that ends in float32."""
-        few = ROUNDED_CHUNKS if self.weight.device.type == "cpu" else 1
-        begun = self.total is not None and self.total.dtype == torch.float32
-        many = self.expected_chunks > few or begun
-        return self.grad_dtype.itemsize == 2 and (many or self.waiting_dtype == torch.float32)
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         """Add the product of a chunk: dlogits (P, V), h (P, H)."""
@@ -67,13 +57,12 @@ class WeightGradient:
             self.total.addmm_(dlogits.T, h)
 
     def _add_16_bit(self, dlogits: Tensor, h: Tensor) -> None:
-        if self.total is not None:
-            self.total = self.total.float()
-            add_product(self.total, dlogits.T, h)
+        if self.total is None:
+            self.total = product(dlogits.T, h) if self.sums_in_float32 else torch.mm(dlogits.T, h)
         elif self.sums_in_float32:
-            self.total = product(dlogits.T, h)
+            add_product(self.total, dlogits.T, h)
         else:
-            self.total = torch.mm(dlogits.T, h)
+            self.total.addmm_(dlogits.T, h)
 
     def _transposes(self) -> bool:
         """Whether the backend transposes, instead of oneDNN: with AMX, the shares that are added to a sum.

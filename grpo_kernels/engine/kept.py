@@ -29,7 +29,6 @@ from torch import Tensor
 from ..checks.arguments import check_kept_ids, checks_values
 from ..contract import KeptIds, KeptPairs, LogitChunk, Rows, TokenValues, no_values
 from .lm_head import HeldLogits, LMHead
-from .memory import Chunk
 from .vocab_parallel import VocabSlice
 
 DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}
@@ -225,11 +224,11 @@ class KeptLogits(HeldLogits):
         it. Tokens of no matrix have 0, which nothing reads."""
         return torch.zeros_like(ids).index_copy_(0, self.index, self.places)
 
-    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
+    def chunks(self, index: Tensor | None) -> Iterator[Rows]:
         """All of them: none is left out, `index` is None."""
         assert index is None
         for kept, _ in self._matrices.values():
-            yield Chunk(kept.rows, kept.rows.count, in_place=True)
+            yield kept.rows
 
     def logits(self, rows: Rows) -> Tensor:
         return self._matrices[id(rows)][1]
@@ -237,10 +236,10 @@ class KeptLogits(HeldLogits):
     def scale_gradients(self, largest: Tensor) -> Tensor:
         raise NotImplementedError  # float16 gradients have a scale; these are float32 or float64
 
-    def accumulate(self, chunk: Chunk, ids: Tensor) -> None:
+    def accumulate(self, rows: Rows, ids: Tensor) -> None:
         """dhidden of a matrix; `finish` has the rest."""
         if self.head.wants[0]:
-            kept, dlogits = self._matrices[id(chunk.rows)]
+            kept, dlogits = self._matrices[id(rows)]
             self.head.backend.kept_dhidden(dlogits, self.head.weight, kept, self.head.dhidden_for(kept.rows))
 
     def finish(self) -> None:

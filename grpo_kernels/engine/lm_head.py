@@ -7,10 +7,6 @@
 The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient
 over the front half of each float32 row (row stride 2V), so that there is no second buffer.
 
-Where there are many rows, that is not enough of them for the other two products, each of which reads or writes a whole
-(V, H). Then a product chunk has 16-bit gradients of many rows in a buffer of their own, and the float32 logits in the
-scratch are those of a few rows at a time, the row chunks (memory.py has both sizes).
-
 Rounding to 16 bits hurts one entry of a row of dlogits most, that of the sampled id: it carries most of the row's norm,
 and without its rounding the error of the other products falls 20-fold. So on a CPU the row kernel reports what the
 rounding took, e_t. dhidden starts from e_t W[id]. The product for dweight gets 0 for the sampled ids, whose own shares
@@ -31,7 +27,14 @@ from ..checks.plain import stored
 from ..contract import Backend, KeptPairs, RowGradients, Rows
 from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
 from .dweight import WeightGradient, pieces
-from .memory import Chunk, ChunkSizes, Scratch, capacity_of, chunk_sizes, default_logits_dtype, visited
+from .memory import (
+    Scratch,
+    default_logits_dtype,
+    multiprocessors_of,
+    rows_of_chunk,
+    rows_of_sequences,
+    visited,
+)
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
@@ -45,10 +48,11 @@ class LMHead:
     """Products with one lm_head; gradients accumulate here.
 
     `inputs`: hidden, weight and bias; `wants`: which of them need gradients, which come back in their types.
-    `compute_dtype`: the type of the products where that is not the inputs' own (autocast). `chunk_rows`: see
-    memory.chunk_sizes. `vocab_slice`: the weight is a slice of the vocabulary; all ranks have the same chunks, and
-    dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside those of each chunk. `keep`
-    (N,) bool: padding is computed along with the rest, and its hidden states, which may hold anything, count as 0.
+    `compute_dtype`: the type of the products where that is not the inputs' own (autocast). `chunk_rows`: the caller's
+    number of rows. `sums_wide`: dweight is a float32 sum. `vocab_slice`: the weight is a slice of the vocabulary; all
+    ranks have the same chunks, and dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside
+    those of each chunk. `keep` (N,) bool: padding is computed along with the rest, and its hidden states, which may
+    hold anything, count as 0.
     `strategy`: see backends/launch.py. `gradient_scale`: where gradients of logits are float16, the power of two that
     dlogits, dweight and dbias hold as a factor; dhidden does not.
     """
@@ -70,6 +74,7 @@ class LMHead:
         compute_dtype: torch.dtype | None = None,
         logits_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
+        sums_wide: bool = False,
         vocab_slice: VocabSlice | None = None,
         teacher_dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,21 +102,29 @@ class LMHead:
         first, second, third = (waiting_dtype(x) for x in self.given_dtypes)
         if vocab_slice is not None:
             first = torch.promote_types(first, torch.float32)
+        if sums_wide:
+            second = torch.promote_types(second, torch.float32)
         self.waiting_dtypes = first, second, third
         self.dweight = WeightGradient(weight, self.grad_dtype, second, backend)
         self.waiting: list[WaitingPairs] = []
 
-        rows = len(weight) if vocab_slice is None else max(vocab_slice.sizes)
-        capacity = None if vocab_slice is None else vocab_slice.capacity
-        if teacher_dtype is not None:
-            capacity = (capacity or capacity_of(device)).beside(self.logits_dtype, teacher_dtype)
-        dtypes = self.logits_dtype, self.grad_dtype
-        self.sizes = chunk_sizes(self.num_tokens, (rows, weight.shape[1]), *dtypes, device, wants, chunk_rows, capacity)
-        self.chooses_rows = chunk_rows is None
-        products = self._length(self.num_tokens, self.sizes.products)
-        usual = min(self.sizes.logits, products), products
-        most = min(self.sizes.sequences, self.num_tokens) if device.type == "cpu" else 0
-        self.scratch = Scratch(len(weight), *usual, *dtypes, device, most, teacher_dtype)
+        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
+        # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
+        self.in_place = self.grad_dtype == self.logits_dtype or device.type != "cpu"
+        held = [self.logits_dtype, *([] if self.in_place else [self.grad_dtype]), *filter(None, [teacher_dtype])]
+        vocab_rows = len(weight) if vocab_slice is None else max(vocab_slice.sizes)
+        row_bytes = vocab_rows * sum(dtype.itemsize for dtype in held)
+        self._chunk_rows, self._vocab_rows = chunk_rows, vocab_rows
+        self.rows = self.rows_of(row_bytes)
+        self.sequence_rows = chunk_rows or rows_of_sequences(row_bytes, device)
+        self.scratch = Scratch(
+            len(weight),
+            self._length(self.num_tokens, self.rows),
+            self.logits_dtype,
+            self.grad_dtype,
+            device,
+            teacher_dtype,
+        )
 
     @cached_property
     def hidden_matrix(self) -> Tensor:
@@ -129,19 +142,27 @@ class LMHead:
 
     # --- chunks and their buffers ---------------------------------------------------------------------------------
 
-    def chunks(self, index: Tensor | None) -> list[Chunk]:
-        """Product chunks of these tokens (None: of all)."""
-        rows = visited(index, self.num_tokens)
-        parts = rows.split(self._length(rows.count, self.sizes.products))
-        self.dweight.expected_chunks = len(parts)
-        return [self._chunk(part, self._length(part.count, self.sizes.logits)) for part in parts]
+    def rows_of(self, row_bytes: int) -> int:
+        """Rows of a chunk that holds so many bytes of each."""
+        if self._chunk_rows is not None:
+            return self._chunk_rows
+        device = self.hidden.device
+        known = multiprocessors_of(device) if self.vocab_slice is None else self.vocab_slice.multiprocessors
+        return rows_of_chunk(
+            self.num_tokens, self.weight.shape[1], row_bytes, self.grad_dtype, device,
+            rounds=self.wants[1] and self.waiting_dtypes[1].itemsize == 2, multiprocessors=known,
+        )  # fmt: skip
 
-    def chunks_of(self, parts: Sequence[Rows]) -> list[Chunk]:
-        """These rows, at most `sizes.sequences` each, as product chunks that are one row chunk each."""
-        self.dweight.expected_chunks = len(parts)
-        if self.hidden.device.type != "cpu":
-            self.scratch.logits_rows = max([self.scratch.logits_rows, *(rows.count for rows in parts)])
-        return [self._chunk(rows, max(rows.count, 1)) for rows in parts]
+    def chunks(self, index: Tensor | None, *, exponentials: bool = False) -> list[Rows]:
+        """These tokens (None: all) in chunks of logits, or of exponentials in the type of gradients."""
+        rows = visited(index, self.num_tokens)
+        most = self.rows_of(self._vocab_rows * self.grad_dtype.itemsize) if exponentials else self.rows
+        return rows.split(self._length(rows.count, most))
+
+    def chunks_of(self, parts: Sequence[Rows]) -> Sequence[Rows]:
+        """These rows, at most `sequence_rows` each, as chunks."""
+        self.scratch.rows = max([self.scratch.rows, *(rows.count for rows in parts)])
+        return parts
 
     def _length(self, count: int, most: int) -> int:
         """Rows of the parts that `count` are cut into: on a CPU nearly equal ones; a GPU computes tiles of many rows,
@@ -150,28 +171,18 @@ class LMHead:
             return max(1, min(count, most))
         return -(-count // -(-count // most))
 
-    def _chunk(self, rows: Rows, logits_rows: int) -> Chunk:
-        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
-        # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
-        may = self.grad_dtype == self.logits_dtype or self.hidden.device.type != "cpu"
-        return Chunk(rows, logits_rows, may and rows.count <= logits_rows)
-
     def leave_room(self) -> None:
         """Take a quarter less for logits on a CPU, unless they are few or the caller has chosen their rows. Sequences
         may be as long as before."""
-        rows = self._length(self.num_tokens, self.sizes.products)
+        rows = self._length(self.num_tokens, self.rows)
         are_few = rows * self.weight.shape[0] * self.logits_dtype.itemsize <= FEW_LOGITS
-        if self.chooses_rows and self.hidden.device.type == "cpu" and not are_few:
-            products = max(1, rows * 3 // 4)
-            logits = max(1, min(products, self.sizes.logits * 3 // 4))
-            self.sizes = self.sizes._replace(products=products, logits=logits, packed=self.sizes.packed * 3 // 4)
-            self.scratch.logits_rows, self.scratch.product_rows = logits, products
+        if self._chunk_rows is None and self.hidden.device.type == "cpu" and not are_few:
+            self.rows = self.scratch.rows = max(1, rows * 3 // 4)
 
-    def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
-        """Where the row kernel writes d loss / d logits of a row chunk: over the logits, if they are all of a chunk."""
-        count = chunk.rows.count
-        dlogits = self.scratch.over(logits) if chunk.in_place else self.scratch.gradients(count)[chunk.place(rows)]
-        return RowGradients(dlogits, self.scratch.errors(count)[chunk.place(rows)] if self.rounds else None)
+    def row_gradients(self, rows: Rows, logits: Tensor) -> RowGradients:
+        """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
+        dlogits = self.scratch.over(logits) if self.in_place else self.scratch.gradients(rows.count)
+        return RowGradients(dlogits, self.scratch.errors(rows.count) if self.rounds else None)
 
     def release(self) -> None:
         """Let go of all scratch memory."""
@@ -226,10 +237,10 @@ class LMHead:
         self.gradient_scale = scale
         return scale
 
-    def accumulate(self, chunk: Chunk, ids: Tensor) -> None:
-        """Add a chunk's share of dhidden, dweight and dbias, once its gradient buffers are full. ids (N,)."""
-        rows, scratch = chunk.rows, self.scratch
-        dlogits = scratch.over(scratch.logits(rows.count)) if chunk.in_place else scratch.gradients(rows.count)
+    def accumulate(self, rows: Rows, ids: Tensor) -> None:
+        """Add a chunk's share of dhidden, dweight and dbias, once its gradients are written. ids (N,)."""
+        scratch = self.scratch
+        dlogits = scratch.over(scratch.logits(rows.count)) if self.in_place else scratch.gradients(rows.count)
         if self.rounds:
             self._accumulate_corrected(rows, dlogits, rows.take(ids), scratch.errors(rows.count))
             return
@@ -240,12 +251,12 @@ class LMHead:
         if self.wants[1]:
             self.dweight.add(dlogits, self.hidden_rows(rows))
 
-    def accumulate_scaled(self, chunk: Chunk, exponentials: Tensor, scale: Tensor) -> None:
+    def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor) -> None:
         """`accumulate` of dlogits = scale[:, None] * exponentials, scale (P,) float32, which is never formed."""
         if self.wants[0]:
-            self._put_dhidden(chunk.rows, scale[:, None] * self._times_weight(exponentials))
+            self._put_dhidden(rows, scale[:, None] * self._times_weight(exponentials))
         if self.wants[1]:
-            h = self.hidden_rows(chunk.rows)
+            h = self.hidden_rows(rows)
             self.dweight.add(exponentials, (scale[:, None] * h).to(h.dtype))
         if self.wants[2]:
             self.add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
@@ -306,10 +317,13 @@ class LMHead:
         self.dbias = share if self.dbias is None else self.dbias.add_(share)
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
-        if values.dtype is not self.waiting_dtypes[0]:
-            values = values.to(self.waiting_dtypes[0])
-        values = values if self.gradient_scale is None else values / self.gradient_scale
-        if self.dhidden is None and rows.index is None and rows.count == self.num_tokens:
+        dtype = self.waiting_dtypes[0]
+        whole = self.dhidden is None and rows.index is None and rows.count == self.num_tokens
+        if self.gradient_scale is not None:
+            values = values.to(dtype) / self.gradient_scale
+        elif whole or rows.index is not None:  # a copy into a range converts by itself
+            values = values.to(dtype)
+        if whole:
             self.dhidden = values
         else:
             rows.put(self.dhidden_for(rows), values)
@@ -344,7 +358,7 @@ class HeldLogits:
     folded_bias: Tensor | None = None
     vocab_slice: VocabSlice | None = None
 
-    def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
+    def row_gradients(self, rows: Rows, logits: Tensor) -> RowGradients:
         return RowGradients(logits)
 
 
@@ -356,18 +370,18 @@ class GivenLogits(HeldLogits):
     def __init__(self, logits: Tensor) -> None:
         self.buffer, self.grad_dtype = logits, logits.dtype
         self.num_tokens, self.vocab_size = logits.shape
-        self.sizes = ChunkSizes(*[self.num_tokens] * 4)  # all sequences are one chunk
+        self.rows = self.sequence_rows = self.num_tokens  # all sequences are one chunk
 
     def columns(self, ids: Tensor) -> Tensor:
         return ids
 
-    def chunks(self, index: Tensor | None) -> list[Chunk]:
+    def chunks(self, index: Tensor | None) -> list[Rows]:
         """All rows: none is left out, `index` is None."""
         assert index is None
-        return self.chunks_of([Rows(0, self.num_tokens)]) if self.num_tokens else []
+        return [Rows(0, self.num_tokens)] if self.num_tokens else []
 
-    def chunks_of(self, parts: Sequence[Rows]) -> list[Chunk]:
-        return [Chunk(rows, max(rows.count, 1), in_place=True) for rows in parts]
+    def chunks_of(self, parts: Sequence[Rows]) -> Sequence[Rows]:
+        return parts
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)
@@ -377,7 +391,7 @@ class GivenLogits(HeldLogits):
         self.gradient_scale = power_of_two_scale(largest)
         return self.gradient_scale
 
-    def accumulate(self, chunk: Chunk, ids: Tensor) -> None:
+    def accumulate(self, rows: Rows, ids: Tensor) -> None:
         """The gradient is where it belongs already."""
 
 

@@ -93,7 +93,8 @@ def _compute(
         teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype)
         head = LMHead(
             (hidden, weight, bias), kernels, wants=tuple(call.wants), compute_dtype=call.compute_dtype,
-            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice,
+            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, sums_wide=config.dweight_sum == "float32",
+            vocab_slice=call.vocab_slice,
             teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
         )  # fmt: skip
         check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +12,15 @@ from torch import Tensor
 from ..contract import Rows, chunk_row_stride
 from .products import cpu_multiplies
 
-# 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
-# entry of the sampled id saves (see lm_head.py) pays for that. Beyond it, sums are kept in float32.
-ROUNDED_CHUNKS = 3
 _ALIGNMENT = 64  # bytes
-_CPU_BUDGET = 512 * 2**20
-_LEAST_GPU_BUDGET = 4096 * 2**20
-_GPU_SHARE = 1 / 12
-# Rows on a GPU.
-_LOGITS_ROWS = 2048
-_SINGLE_CHUNK_ROWS = 20480  # a batch of 16,384 tokens and some is one product chunk
-_FROZEN_ROWS = 1024
-_SHORT_LOGITS_ROWS = 768
-_SHORT_PRODUCT_TILES = range(20, 45)  # of TILE_ROWS each
+# Bytes of the logits of a chunk, or of what stands in their place, at most; and of a chunk of whole sequences.
+_CPU_BYTES, _GPU_BYTES, _GPU_SEQUENCE_BYTES = 2**29, 2**30, 2**32
+# Shares of chunks that are added to a 16-bit dweight at most, where the bytes allow it: each addition rounds, and the
+# error grows with the root of their number.
+_ROUNDED_CHUNKS = 8
 # The result of a product that a thread block computes: what cuBLAS mostly has on Hopper.
 TILE_ROWS, TILE_COLUMNS = 128, 256
-_ACCUMULATED_ROWS = 478  # of dlogits W: what adding to dweight costs beside them on an H200, two thirds of it exposed
+_GPU_TILES = 16, 32  # of TILE_ROWS: 2,048 rows take as long per row as all of a batch, 1,024 up to 9 % longer (H100)
 
 
 def visited(index: Tensor | None, num_tokens: int) -> Rows:
@@ -39,133 +30,57 @@ def visited(index: Tensor | None, num_tokens: int) -> Rows:
     return Rows(0, index.numel(), index)
 
 
-@dataclass
-class Chunk:
-    """A product chunk: rows whose gradients go through one pair of products.
-
-    logits_rows: at a time. in_place: gradients lie over the logits, which are those of all rows.
-    """
-
-    rows: Rows
-    logits_rows: int
-    in_place: bool
-
-    def row_chunks(self) -> list[Rows]:
-        return self.rows.split(self.logits_rows)
-
-    def place(self, rows: Rows) -> slice:
-        """The places of a row chunk among the rows of this one."""
-        return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-
-
-class ChunkSizes(NamedTuple):
-    """Rows at a time. Whole sequences have their gradients over their logits, all of which come first."""
-
-    products: int  # in a pair of products, dlogits W and dlogits^T h
-    logits: int  # fewer than `products` only where gradients are narrower than logits, in a buffer of their own
-    sequences: int  # of a chunk of whole sequences, at most
-    packed: int  # of a chunk of whole sequences, none of which is longer
-
-    def packed_rows(self, longest: int) -> int:
-        """Rows of the chunks that whole sequences are packed into, of which the longest has so many."""
-        return min(self.sequences, max(longest, self.packed))
-
-
-class Capacity(NamedTuple):
-    """What sizes of chunks follow from."""
-
-    budget: int  # bytes of a chunk at most, logits and their gradients together
-    multiprocessors: int = 0  # of a GPU; 0: unknown
-
-    def beside(self, logits_dtype: torch.dtype, teacher_dtype: torch.dtype) -> Capacity:
-        """What a teacher's logits leave."""
-        share = logits_dtype.itemsize / (logits_dtype.itemsize + teacher_dtype.itemsize)
-        return self._replace(budget=int(self.budget * share))
-
-
-def capacity_of(device: torch.device) -> Capacity:
-    if device.type == "cpu":
-        return Capacity(_CPU_BUDGET)
+def multiprocessors_of(device: torch.device) -> int:
+    """How many a GPU has; 0 where that is not known."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return gpu_capacity(0)
-    found = torch.cuda.get_device_properties(device)
-    return gpu_capacity(found.total_memory, found.multi_processor_count)
-
-
-def gpu_capacity(total_memory: float, multiprocessors: int = 0) -> Capacity:
-    """A twelfth of a GPU's bytes, and 4 GiB at least."""
-    return Capacity(max(_LEAST_GPU_BUDGET, int(total_memory * _GPU_SHARE)), multiprocessors)
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
-def chunk_sizes(
-    num_rows: int,
-    head_shape: tuple[int, int],
-    logits_dtype: torch.dtype,
+def rows_of_chunk(
+    num_tokens: int,
+    width: int,
+    row_bytes: int,
     grad_dtype: torch.dtype,
     device: torch.device,
-    wants: tuple[bool, ...],
-    chunk_rows: int | None = None,
-    capacity: Capacity | None = None,
-) -> ChunkSizes:
-    """Sizes for N rows and a (V, H) head with gradients for `wants` of (hidden, weight, bias); `chunk_rows` of the
-    caller stands for `products` and `sequences`.
+    *,
+    rounds: bool,
+    multiprocessors: int = 0,
+) -> int:
+    """Rows of logits at a time, for N tokens and H = width.
 
-    CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth fewer bytes and round a 16-bit
-    dweight, so a chunk holds more of them.
+    row_bytes: of a row of logits, or of what a chunk holds in their place. rounds: the shares of chunks are added to a
+    16-bit dweight, whose error grows with their number.
 
-    GPU: a product chunk that adds to dweight reads and writes V H float32, which costs what 184 rows of products do
-    (H200), and a last pass rounds the sum. A batch that fits the budget is one product chunk and needs neither. Longer
-    ones hold that sum besides, so their chunks are as short as costs little; with a frozen weight there is no sum, and
-    chunks are shorter still, however small the batch. Whole sequences, whose logits take more than gradients alone, may
-    fit the budget no longer where the rest still does: they are packed into short chunks then.
+    GPU: 2,048 to 4,096 rows, more of long batches that round. Of these numbers the one whose tiles of dlogits W (P, H)
+    take the fewest waves over the multiprocessors for the whole batch, and of equal ones the smallest.
+
+    CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth fewer bytes.
     """
-    on_cpu, (vocab_size, _) = device.type == "cpu", head_shape
-    budget, multiprocessors = capacity_of(device) if capacity is None else capacity
-    row_bytes, grad_bytes = vocab_size * logits_dtype.itemsize, vocab_size * grad_dtype.itemsize
-    # The scale of float16 gradients is found from all rows of a chunk, before the first is written.
-    in_place = grad_bytes == row_bytes or grad_dtype == torch.float16
+    least = -(-num_tokens // _ROUNDED_CHUNKS) if rounds else 1
+    if device.type == "cpu":
+        return max(
+            1, min(max(512 if grad_dtype.itemsize > 2 else 1366, least), max(_CPU_BYTES // row_bytes, 16), num_tokens)
+        )
+    fit = max(_GPU_BYTES // row_bytes, 16)
+    first = min(max(_GPU_TILES[0], -(-least // TILE_ROWS)), fit // TILE_ROWS)
+    if first == 0:
+        return max(1, min(fit, num_tokens))
+    last = min(max(_GPU_TILES[1], first), fit // TILE_ROWS)
+    columns = -(-width // TILE_COLUMNS)
 
-    def bounded(rows: int, most: int) -> int:
-        return max(1, min(max(min(rows, most), 16) if chunk_rows is None else chunk_rows, num_rows))
+    def waves(tiles: int) -> int:
+        full, rest = divmod(-(-num_tokens // TILE_ROWS), tiles)
+        return full * -(-tiles * columns // multiprocessors) + -(-rest * columns // multiprocessors)
 
-    def cut(longest: int, few: int) -> ChunkSizes:
-        together = bounded(budget // row_bytes, longest if grad_bytes == row_bytes or not on_cpu else few)
-        if in_place:
-            return ChunkSizes(together, together, together, together)
-        few = max(16, min(few, budget // 2 // row_bytes))
-        products = bounded((budget - few * row_bytes) // grad_bytes, longest)
-        if products <= 2 * few:  # a buffer of their own would take as much
-            return ChunkSizes(products, products, together, together)
-        return ChunkSizes(products, few, together, together)
-
-    if on_cpu:
-        return cut(512 if grad_dtype.itemsize > 2 else 1366, 512)
-    sizes = cut(_SINGLE_CHUNK_ROWS, _LOGITS_ROWS)
-    if not any(wants):
-        rows = min(sizes.logits, chunk_rows or _LOGITS_ROWS)
-        return sizes._replace(products=rows, logits=rows)
-    if chunk_rows is not None or (wants[1] and sizes.sequences == num_rows):
-        return sizes
-    longest = short_product_rows(head_shape[1], multiprocessors) if wants[1] else _FROZEN_ROWS
-    short = cut(longest, _SHORT_LOGITS_ROWS)
-    if wants[1] and sizes.products == num_rows:
-        return sizes._replace(packed=short.packed)
-    return short._replace(sequences=sizes.sequences)
+    tiles = min(range(first, last + 1), key=waves) if multiprocessors else first
+    return max(1, min(tiles * TILE_ROWS, num_tokens))
 
 
-def short_product_rows(hidden_size: int, multiprocessors: int) -> int:
-    """Rows of a chunk whose tiles of dlogits W (P, H) fill their waves over the multiprocessors, against what each
-    chunk costs by adding to dweight."""
-    columns = -(-hidden_size // TILE_COLUMNS)
-
-    def cost(tiles: int) -> float:
-        """Time of a row, in units of its product dlogits W with full waves."""
-        blocks = tiles * columns
-        waves = -(-blocks // multiprocessors) * multiprocessors if multiprocessors else blocks
-        return waves / blocks + _ACCUMULATED_ROWS / (tiles * TILE_ROWS)
-
-    return TILE_ROWS * min(_SHORT_PRODUCT_TILES, key=cost)
+def rows_of_sequences(row_bytes: int, device: torch.device) -> int:
+    """Rows of a chunk of whole sequences at most: a longer sequence has its logits computed a second time."""
+    return max((_CPU_BYTES if device.type == "cpu" else _GPU_SEQUENCE_BYTES) // row_bytes, 16)
 
 
 def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -178,24 +93,20 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 class Scratch:
     """Buffers of logits, their gradients, and the rounding errors of these; each grows to the largest chunk so far.
 
-    What a method returns is valid until its next call. `logits_rows`, `product_rows`: of the usual row chunk and
-    product chunk, allocated at least. `most_logits_rows`: allocated at least where the usual ones are too few, so that
-    later calls can reuse the buffer. `teacher_dtype`: of the logits of a teacher, which come with those of a chunk.
+    What a method returns is valid until its next call. `rows`: of the usual chunk, allocated at least.
+    `teacher_dtype`: of the logits of a teacher, which come with those of a chunk.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        logits_rows: int,
-        product_rows: int,
+        rows: int,
         logits_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
-        most_logits_rows: int = 0,
         teacher_dtype: torch.dtype | None = None,
     ) -> None:
-        self.vocab_size, self.logits_rows, self.product_rows = vocab_size, logits_rows, product_rows
-        self.most_logits_rows = most_logits_rows
+        self.vocab_size, self.rows = vocab_size, rows
         self.grad_dtype, self.device = grad_dtype, device
         self.logits_dtypes = (logits_dtype,) if teacher_dtype is None else (logits_dtype, teacher_dtype)
         self._logits: list[Tensor] = []
@@ -203,11 +114,10 @@ class Scratch:
         self._errors: Tensor | None = None
 
     def logits(self, count: int) -> Tensor:
-        """(count, V) of a row chunk."""
+        """(count, V) of a chunk."""
         if not self._logits or self._logits[0].shape[0] < count:
             self._logits = []  # freed before the next one is made
-            rows = self.logits_rows if count <= self.logits_rows else max(count, self.most_logits_rows)
-            self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtypes, self.device)
+            self._logits = allocate_rows(max(count, self.rows), self.vocab_size, self.logits_dtypes, self.device)
         return self._logits[0] if self._logits[0].shape[0] == count else self._logits[0][:count]
 
     def teacher_logits(self, count: int) -> Tensor:
@@ -215,11 +125,10 @@ class Scratch:
         return self._logits[1][:count]
 
     def gradients(self, count: int) -> Tensor:
-        """(count, V) of a product chunk, where they do not lie over the logits."""
+        """(count, V) of a chunk, where they do not lie over the logits."""
         if self._gradients is None or self._gradients.shape[0] < count:
             self._gradients = None
-            rows = max(count, self.product_rows)
-            (self._gradients,) = allocate_rows(rows, self.vocab_size, (self.grad_dtype,), self.device)
+            (self._gradients,) = allocate_rows(max(count, self.rows), self.vocab_size, (self.grad_dtype,), self.device)
         return self._gradients[:count]
 
     def over(self, logits: Tensor) -> Tensor:
@@ -227,9 +136,9 @@ class Scratch:
         return logits if self.grad_dtype == logits.dtype else logits.view(self.grad_dtype)[:, : self.vocab_size]
 
     def errors(self, count: int) -> Tensor:
-        """(count,) float32 of a product chunk."""
+        """(count,) float32 of a chunk."""
         if self._errors is None or len(self._errors) < count:
-            self._errors = torch.empty(max(count, self.product_rows), dtype=torch.float32, device=self.device)
+            self._errors = torch.empty(max(count, self.rows), dtype=torch.float32, device=self.device)
         return self._errors[:count]
 
     def release(self) -> None:

@@ -46,7 +46,7 @@ class SparsePairs:
         # A tensor: the host waits for no number that it does not need.
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=head.weight.device)
         head.leave_room()
-        self.room = head.scratch.logits_rows * len(head.weight) * head.logits_dtype.itemsize // 3
+        self.room = head.scratch.rows * len(head.weight) * head.logits_dtype.itemsize // 3
 
     def add(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor], exact: Tensor | None) -> None:
         """The tokens of a row chunk, of which those in `exact` (N,) bool get no pairs.

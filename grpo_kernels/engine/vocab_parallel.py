@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..contract import Rows, TokenValues
-from .memory import Capacity, capacity_of
+from .memory import multiprocessors_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,7 +45,7 @@ class VocabSlice(NamedTuple):
     group: ProcessGroup
     sizes: tuple[int, ...]  # rows of each rank
     rank: int
-    capacity: Capacity  # the smallest of all ranks, so that all have the same chunks
+    multiprocessors: int  # the fewest of all ranks, so that all have the same chunks
 
     @property
     def vocab_size(self) -> int:
@@ -111,16 +111,16 @@ def agree(
         hidden.numel() // hidden.shape[-1], hidden.shape[-1], _DTYPES.index(hidden.dtype), int(bias is not None),
         flags, zlib.crc32(repr(arguments).encode()),
     )  # fmt: skip
-    rows = exchange(group, hidden.device, (1, weight.shape[0], *capacity_of(hidden.device), *compared))
+    rows = exchange(group, hidden.device, (1, weight.shape[0], multiprocessors_of(hidden.device), *compared))
     refused = [rank for rank, (fine, *_) in enumerate(rows) if not fine]
     if refused:
         raise ValueError(f"vocab_parallel_group: rank {refused[0]} of the group refused its arguments; see its error")
-    for name, numbers in zip(_COMPARED, zip(*(row[4:] for row in rows), strict=True), strict=True):
+    for name, numbers in zip(_COMPARED, zip(*(row[3:] for row in rows), strict=True), strict=True):
         if len(set(numbers)) > 1:
             what = list(numbers) if name.startswith("shape") else "different ones"
             raise ValueError(f"vocab_parallel_group: {name} must be the same on all ranks of the group, got {what}")
-    _, sizes, budgets, multiprocessors, *_ = zip(*rows, strict=True)
-    return VocabSlice(group, sizes, distributed.get_rank(group), Capacity(min(budgets), min(multiprocessors)))
+    _, sizes, multiprocessors, *_ = zip(*rows, strict=True)
+    return VocabSlice(group, sizes, distributed.get_rank(group), min(multiprocessors))
 
 
 def describe(*tensors: Tensor | None) -> list[tuple[object, ...] | None]:
@@ -135,7 +135,7 @@ def announced_errors(group: ProcessGroup | None, hidden: object) -> Iterator[Non
         yield
     except Exception:
         if group is not None and isinstance(hidden, Tensor):
-            exchange(group, hidden.device, (0,) * (4 + len(_COMPARED)))
+            exchange(group, hidden.device, (0,) * (3 + len(_COMPARED)))
         raise
 
 
