@@ -1,6 +1,6 @@
 """What adding up the shares of chunks in bfloat16 rounds of the weight's gradient, on a chat model's own samples.
 
-    python bench/dweight_sum.py [--output bench/results/dweight-sum.json]
+    python bench/dweight_sum.py [--output bench/results/dweight/cpu.json]
 
 SmolLM2-135M-Instruct (`make demo-chat` installs it) completes eight questions at T = 0.7 and T = 1. The gradient of the
 logits, rounded to bfloat16, times the hidden states is added up over 1 to 32 chunks in bfloat16, as a GPU's library
@@ -52,6 +52,19 @@ def measure(inputs: Inputs) -> dict[str, Any]:
     return found | {"eager": relative_error(eager.dweight, right)}
 
 
+def show(document: dict[str, Any]) -> str:
+    """Markdown: a row for each way to add up, and its error over that of one rounding."""
+    batches = [batch["errors"] for batch in document["batches"]]
+    titles = [
+        f"{what} {batch['temperature']}" for batch in document["batches"] for what in ("error, T", "of one chunk's, T")
+    ]
+    rows = [
+        (name, *(cell for errors in batches for cell in (f"{errors[name]:.2e}", f"{errors[name] / errors['1']:.2f}")))
+        for name in batches[0]
+    ]
+    return table(("chunks", *titles), rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/dweight-sum.json"))
@@ -61,9 +74,7 @@ def main() -> None:
         inputs = in_dtype(sample(temperature), torch.bfloat16)
         document["batches"].append({"temperature": temperature, "tokens": len(inputs.ids), "errors": measure(inputs)})
     write(chosen.output, document)
-    header = "chunks", *(f"T {batch['temperature']}" for batch in document["batches"])
-    names = document["batches"][0]["errors"]
-    print(table(header, [(name, *(f"{b['errors'][name]:.2e}" for b in document["batches"])) for name in names]))
+    print(show(document))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from statistics import fmean, median
 from textwrap import fill
 from typing import Any, NamedTuple
 
+import dweight_sum
 from learning import EXPERIMENTS
 from matplotlib import rc_context
 from sparse import show
 
 from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.figures import DPI, STYLE, draw, sheet
+from grpo_kernels.benchmarks.figures import COLOURS, CUT, DPI, STYLE, draw, sheet
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.machine import Document, read
 from grpo_kernels.benchmarks.show import memory_text, table
@@ -32,6 +33,7 @@ PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
 SPARSE = Path("sparse/cpu.json")  # of sparse.py, below RESULTS
+DWEIGHT = Path("dweight/cpu.json")  # of dweight_sum.py
 SPARSE_LEARNING, TEACHER = (Path(EXPERIMENTS[name].output) for name in ("sparse", "teacher"))  # of learning.py
 DISTILLATION = Path("distillation/cpu.json")  # the set teacher
 LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
@@ -204,6 +206,48 @@ def _range(ratios: Sequence[float], form: str, unit: str = "") -> str:
     return f"{' to '.join(dict.fromkeys(ends))}{unit}" if ends else ""
 
 
+# --- memory of GPUs ---------------------------------------------------------------------------------------------------
+
+MARKERS = {"llama-3-8b": "o", "qwen2.5-7b": "s", "qwen2.5-1.5b": "^", "gemma-2-2b": "D", "llama3-8b": "o"}
+
+
+def draw_gpu_memory(document: Document, folder: Path) -> None:
+    """Memory of a step over its time, a panel per card: a point for each implementation and head."""
+    h200 = [
+        (case["case"]["head"], name, entry["ratio_to_floor"], entry["peak_bytes"] / 2**20)
+        for case in read(RESULTS / GPU)["cases"]
+        if case["case"]["mode"] == "step" and case["case"]["head"] in MARKERS and not case["case"].get("kept_ids")
+        for name, entry in case["implementations"].items()
+        if name in ("ours", *TRAINERS) and entry.get("seconds") and entry.get("peak_bytes")
+    ]
+    names = {"auto": "ours", "rows 2048": "ours, 2,048 rows", "rows 4096": "ours, 4,096 rows", **LAB}
+    h100 = [
+        (line["head"], names[line["who"]], line["x_floor"], line["peak_MiB"])
+        for line in _lab()
+        if line.get("who") in names and "x_floor" in line
+    ]
+    with rc_context(STYLE):
+        title = "Memory of a step over its time: 16,384 tokens in bfloat16"
+        figure, axes = sheet(document["targets"], title, 2, 3.2)
+        for axis, card, points in zip(axes, ("NVIDIA H100", "NVIDIA H200"), (h100, h200), strict=True):
+            for head, name, time, mib in points:
+                kind, rows = name.partition(", ")[::2]
+                fill_of = "none" if rows else COLOURS[kind]
+                label = f"{IMPLEMENTATIONS[kind].title}{', ' + rows if rows else ''}"
+                axis.plot(
+                    [min(time, CUT)], [mib], MARKERS[head], color=COLOURS[kind], markerfacecolor=fill_of, label=label
+                )
+            if far := [(time, mib) for _, _, time, mib in points if time > CUT]:
+                times, mibs = zip(*far, strict=True)
+                text = f"{min(times):.0f} to {max(times):.0f} x →"
+                axis.annotate(text, (CUT, max(mibs)), ha="right", xytext=(0, 6), textcoords="offset points")
+            axis.set(title=card, xlabel="time, of the three bare matrix products", yscale="log", xlim=(0.9, CUT + 0.15))
+            axis.set_ylabel("MiB beside inputs and gradients")
+            labels = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+            axis.legend(labels.values(), labels, frameon=False, fontsize=6.5)
+        figure.savefig(folder / "gpu-memory.png", dpi=DPI)
+
+
 # --- sparse gradients ------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +280,16 @@ def _sparse(document: Document) -> str:
 **{SPARSE}.** {_place(document)}: `python bench/sparse.py`, `GRPOConfig(sparse_backward=theta)` on the head of
 SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against float64 from the same inputs."""
     return "\n\n".join([head, *tables, "![Time and error against theta](figures/sparse.png)"])
+
+
+def _dweight(document: Document) -> str:
+    place = f"{_place(document)}: `python bench/dweight_sum.py`."
+    return f"""\
+**{DWEIGHT}.** {place}
+What adding up the shares of chunks in bfloat16 rounds of the weight's gradient, on samples of SmolLM2-135M-Instruct;
+"float32" is a float32 sum, rounded at the end:
+
+{dweight_sum.show(document)}"""
 
 
 def draw_arms(name: Path, document: Document, folder: Path) -> None:
@@ -347,7 +401,11 @@ def _h100(document: Document) -> str:
 
 **{H100_LAB}.** The same machine and day, 16,384 tokens in bfloat16, one process for each of two runs:
 
-{table(titles, rows)}"""
+{table(titles, rows)}
+
+![Memory of a step over its time](figures/gpu-memory.png)
+
+A circle is the head of Llama-3-8B, a square Qwen2.5-7B's, a triangle Qwen2.5-1.5B's, a diamond Gemma-2-2B's."""
 
 
 # --- how soon a model learns ------------------------------------------------------------------------------------------
@@ -484,10 +542,12 @@ def _number(entry: Document, key: str, form: str) -> str:
     return format(entry[key], form) if key in entry else entry.get("error", "").split(":")[0]
 
 
-PICTURES = {SPARSE: draw_sparse, LEARNING: draw_learning} | {name: partial(draw_arms, name) for name in ARM_PICTURES}
+PICTURES = {H100: draw_gpu_memory, SPARSE: draw_sparse, LEARNING: draw_learning} | {
+    name: partial(draw_arms, name) for name in ARM_PICTURES
+}
 TEXTS = {
-    H100: _h100, SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING), DISTILLATION: _distillation,
-    TEACHER: partial(_arms_text, TEACHER), LEARNING: _learning,
+    H100: _h100, DWEIGHT: _dweight, SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING),
+    DISTILLATION: _distillation, TEACHER: partial(_arms_text, TEACHER), LEARNING: _learning,
 }  # fmt: skip
 
 if __name__ == "__main__":
