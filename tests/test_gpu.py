@@ -1,4 +1,7 @@
-"""On a device, with compiled kernels: every variant at real sizes, streams, graphs, compilation. `make test-gpu`."""
+"""On a device, with compiled kernels: precision, real sizes, graphs, streams, compilation, variants. `make test-gpu`.
+
+The most valuable comes first, in the order of this file: where a GPU is paid by the minute a run may be cut off.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from helpers import (
     true_logps,
 )
 from kernel_checks import SIGNALLING
-from option_space import POINTS, build, choose, size_of_loss
+from option_space import CHUNK_ROWS, SAMPLE, build, choose, name_of, rounding_of, size_of_loss
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 from test_teacher import make_teacher, make_top_k
 
@@ -36,8 +39,6 @@ VOCAB = 151936
 DEVICE = "cuda"
 KERNELS = ("cuda", "triton")
 BACKENDS = (*KERNELS, "torch")
-# Every surrogate at every level with every KL estimator; the aggregations take turns.
-REAL_SIZE = [point for i, point in enumerate(POINTS) if i % 5 == (i // 5) % 5]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -55,32 +56,7 @@ def _exact_products():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def name_of(point) -> str:
-    return "-".join(point)
-
-
-# --- variants -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variation", [0, 1])
-@pytest.mark.parametrize("point", POINTS, ids=name_of)
-def test_variant_is_as_exact_as_eager_float32(point, variation, kernels, monkeypatch):
-    chosen = choose(point, variation)
-    batch, config = build(point, chosen)
-    set_mask_way(monkeypatch, chosen["sampling_mask"], len(batch.weight))
-    exact, size = reference(batch, config), size_of_loss(batch, config)
-    allowed = eager_errors(batch, config, exact, size)
-    for rows in (3, 7, None):
-        found = fused(batch, dataclasses.replace(config, chunk_rows=rows), kernels, DEVICE)
-        assert_within(errors(found, exact, size), allowed, 1e-6)
-
-
-@pytest.mark.parametrize("point", REAL_SIZE, ids=name_of)
-def test_variant_at_a_real_vocabulary(point, kernels):
-    batch, config = build(point, choose(point, 0), VOCAB)
-    exact, size = reference(batch, config), size_of_loss(batch, config)
-    found = fused(batch, config, kernels, DEVICE)
-    assert_within(errors(found, exact, size), eager_errors(batch, config, exact, size), 1e-6)
+# --- precision ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["rows", "linear", "anchored"])
@@ -173,40 +149,6 @@ def test_linear_logps_have_the_same_bits_in_any_batch(dtype, monkeypatch, kernel
     assert torch.equal(score(slice(None), hidden=hidden.detach().clone().requires_grad_()).detach(), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sparse_gradients(dtype, monkeypatch, kernels):
-    """With every entry kept as it is, the exact step; with 64 of a token near it, with the same bits twice."""
-    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cuda": 1})  # no token takes products
-    batch = big_batch(512, 256, 32003, dtype)
-    exact, everything, few, again = (
-        loss_step(batch, gk.GRPOConfig(chunk_rows=200, sparse_backward=theta), kernels)(*leaves_of(batch))
-        for theta in (None, 1e-12, 1 / 64, 1 / 64)
-    )
-    for whole, a, b, c in zip(exact, everything, few, again, strict=True):
-        assert relative(a, whole) <= (1e-5 if dtype == torch.float32 else 1e-2)
-        assert torch.equal(b, c) and relative(b, whole) <= 0.3
-    assert all(relative(b, whole) >= 0.01 for whole, b in zip(exact[2:], few[2:], strict=True))
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("kind", ["teacher", "tail", "truncate", "renormalize"])
-def test_divergences(divergence, kind, backend):
-    """To a teacher's whole distribution, which "cuda" refuses, and to K ids of it; in 16 bits too."""
-    batch, config = (
-        off_policy(make_batch(2, bias=True, masked=True, vocab=5003)),
-        gk.GRPOConfig(distill_coef=0.7, divergence=divergence, chunk_rows=7),
-    )
-    is_head, shape = kind == "teacher", (4, 6)
-    batch = batch.with_options(teacher=make_teacher(shape, 5003) if is_head else make_top_k(shape, kind, 9, 5003))
-    if is_head and backend == "cuda":
-        with pytest.raises(ValueError, match="backend='cuda' has no kernels for a teacher"):
-            fused(batch, config, backend, DEVICE)
-        return
-    for given, allowed in ((batch, 1e-5), (batch.head_as(torch.bfloat16), 2e-2)):
-        found = errors(fused(given, config, backend, DEVICE), reference(given, config), loss_scale=1.0)
-        assert max(found.values()) <= allowed, found
-
-
 def test_memory_is_one_chunk():
     batch = big_batch(8192, 512, VOCAB, torch.bfloat16)
     config = gk.GRPOConfig(chunk_rows=1024)
@@ -220,6 +162,13 @@ def test_memory_is_one_chunk():
     assert beyond <= 1.1 * (chunk + gradients)
 
 
+def test_a_single_chunk_is_rounded_once(kernels):
+    """Its product returns 16 bits: as exact as the sum in float32 that two chunks take, at most one rounding away."""
+    batch = big_batch(512, 256, 32003, torch.bfloat16)
+    found = [loss_step(batch, gk.GRPOConfig(chunk_rows=rows), kernels)(*leaves_of(batch))[3] for rows in (512, 256)]
+    assert relative(*found) <= 2**-9
+
+
 # --- how it is called -----------------------------------------------------------------------------------------------
 
 
@@ -229,7 +178,7 @@ def device_batch(**options) -> Batch:
 
 @pytest.mark.parametrize("strategy", ["rows", "anchored"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_cuda_graph(level, strategy, monkeypatch, kernels):
+def test_captured_graph(level, strategy, monkeypatch, kernels):
     """Captured once at fixed shapes, replayed with other contents, padding poisoned: the same as called directly."""
     monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
     config = gk.GRPOConfig(importance_sampling_level=level, chunk_rows=40, beta=0.04)
@@ -335,8 +284,61 @@ def test_scale_touches_nothing_for_a_factor_of_one(dtype, kernels):
             assert (bits[:3] == SIGNALLING[dtype]).all()
 
 
-def test_a_single_chunk_is_rounded_once(kernels):
-    """Its product returns 16 bits: as exact as the sum in float32 that two chunks take, at most one rounding away."""
-    batch = big_batch(512, 256, 32003, torch.bfloat16)
-    found = [loss_step(batch, gk.GRPOConfig(chunk_rows=rows), kernels)(*leaves_of(batch))[3] for rows in (512, 256)]
-    assert relative(*found) <= 2**-9
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_gradients(dtype, monkeypatch, kernels):
+    """With every entry kept as it is, the exact step; with 64 of a token near it, with the same bits twice."""
+    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cuda": 1})  # no token takes products
+    batch = big_batch(512, 256, 32003, dtype)
+    exact, everything, few, again = (
+        loss_step(batch, gk.GRPOConfig(chunk_rows=200, sparse_backward=theta), kernels)(*leaves_of(batch))
+        for theta in (None, 1e-12, 1 / 64, 1 / 64)
+    )
+    for whole, a, b, c in zip(exact, everything, few, again, strict=True):
+        assert relative(a, whole) <= (1e-5 if dtype == torch.float32 else 1e-2)
+        assert torch.equal(b, c) and relative(b, whole) <= 0.3
+    assert all(relative(b, whole) >= 0.01 for whole, b in zip(exact[2:], few[2:], strict=True))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("kind", ["teacher", "tail", "truncate", "renormalize"])
+def test_divergences(divergence, kind, backend):
+    """To a teacher's whole distribution, which "cuda" refuses, and to K ids of it; in 16 bits too."""
+    batch, config = (
+        off_policy(make_batch(2, bias=True, masked=True, vocab=5003)),
+        gk.GRPOConfig(distill_coef=0.7, divergence=divergence, chunk_rows=7),
+    )
+    is_head, shape = kind == "teacher", (4, 6)
+    batch = batch.with_options(teacher=make_teacher(shape, 5003) if is_head else make_top_k(shape, kind, 9, 5003))
+    if is_head and backend == "cuda":
+        with pytest.raises(ValueError, match="backend='cuda' has no kernels for a teacher"):
+            fused(batch, config, backend, DEVICE)
+        return
+    for given, allowed in ((batch, 1e-5), (batch.head_as(torch.bfloat16), 2e-2)):
+        found = errors(fused(given, config, backend, DEVICE), reference(given, config), loss_scale=1.0)
+        assert max(found.values()) <= allowed, found
+
+
+# --- variants in float32 --------------------------------------------------------------------------------------------
+# 200 tests in all: what the kernels have to compile for them takes longer than the tests do.
+
+
+def assert_sampled_variant(case, kernels: str, vocab: int, chunk_rows: tuple[int | None, ...], monkeypatch) -> None:
+    point, variation = case
+    chosen = choose(point, variation)
+    batch, config = build(point, chosen, vocab)
+    set_mask_way(monkeypatch, chosen["sampling_mask"], vocab)
+    exact, size = reference(batch, config), size_of_loss(batch, config)
+    allowed = eager_errors(batch, config, exact, size)
+    for rows in chunk_rows:
+        found = fused(batch, dataclasses.replace(config, chunk_rows=rows), kernels, DEVICE)
+        assert_within(errors(found, exact, size), allowed, rounding_of(point, chosen))
+
+
+@pytest.mark.parametrize("case", SAMPLE[3::6], ids=name_of)
+def test_variant_at_a_real_vocabulary(case, kernels, monkeypatch):
+    assert_sampled_variant(case, kernels, VOCAB, (None,), monkeypatch)
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=name_of)
+def test_variant_is_as_exact_as_eager_float32(case, kernels, monkeypatch):
+    assert_sampled_variant(case, kernels, 37, CHUNK_ROWS, monkeypatch)

@@ -21,11 +21,15 @@ from helpers import (
     set_mask_way,
 )
 from option_space import (
+    CHUNK_ROWS,
     POINTS,
+    SAMPLE,
     Point,
     build,
     choose,
     covering_array,
+    name_of,
+    rounding_of,
     size_of_loss,
 )
 
@@ -37,12 +41,6 @@ from grpo_kernels.engine.chunks import Scorer
 from grpo_kernels.names import SURROGATES
 
 CASES = covering_array()
-CHUNK_ROWS = (3, 7, None)  # shorter than a sequence; longer; everything at once
-
-
-def name_of(case: tuple[Point, int]) -> str:
-    point, variation = case
-    return f"{'-'.join(point)}-{variation}"
 
 
 @lru_cache(maxsize=4)
@@ -57,13 +55,9 @@ def computed(point: Point, variation: int):
 def test_variant_is_as_exact_as_eager_float32(case, backend, monkeypatch):
     point, variation = case
     batch, config, exact, size, eager = computed(point, variation)
-    way = choose(point, variation)["sampling_mask"]
-    set_mask_way(monkeypatch, way, len(batch.weight))
-    # Rows that keep few ids have small gradients, beside which the rounding of a product over all ids is large: by the
-    # order of its sums it is up to 1.5 times that of eager's three orders.
-    # VESPO multiplies the sum of the rounding errors of a sequence's log-probabilities by k - lambda w, in any backend.
-    imprecise = way in ("dense", "both") or point.surrogate == "vespo"
-    slack = 2e-6 if imprecise else 1e-6
+    chosen = choose(point, variation)
+    set_mask_way(monkeypatch, chosen["sampling_mask"], len(batch.weight))
+    slack = rounding_of(point, chosen)
     assert exact.grads["hidden"].norm() > 0
     # The interpreter is slow, and chunks are the engine's: there each variation has one size of its own.
     for rows in CHUNK_ROWS if backend != "triton" else CHUNK_ROWS[1 + variation % 2 :][:1]:
@@ -76,6 +70,14 @@ def test_the_walk_is_complete():
     assert {"cpu", "cuda", "triton", "torch"} <= set(gk.available_backends())
     assert set(specification.SURROGATES) == set(SURROGATE_RULES) - {"vespo"}
     assert set(objective.SURROGATES) == set(SURROGATES)
+
+
+def test_the_sample_for_a_gpu_has_every_value_of_every_axis_and_option():
+    def values(cases):
+        return set().union(*((case[0][:2], *case[0]._asdict().items(), *choose(*case).items()) for case in cases))
+
+    everything = values((point, variation) for point in POINTS for variation in range(3))
+    assert values(SAMPLE) == everything and 80 <= len(SAMPLE) <= 90
 
 
 @pytest.mark.parametrize(
