@@ -20,7 +20,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -43,9 +42,9 @@ LIMITS = dict(build=300, check=120, headline=300, events=90, tests=500, sanitize
 SILENCE = {"cuda": 45.0, "triton": 150.0, "torch": 150.0, "products": 60.0}
 # Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
 BENCHES = {"headline": ("headline", 5), "benchmark": ("targets", 5), "distillation": ("teacher", 3)}
-FIRST_TESTS = ("half_precision", "more_logits", "same_bits", "cuda_graph", "stream", "compile")  # in their names
+# Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
+TESTS = ("-n", "4", "--maxschedchunk", "1", "--tb=short", "-o", "faulthandler_exit_on_timeout=true")
 UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
-CUDA_ERROR = re.compile(r"CUDA error|CUDA_ERROR_|illegal (memory access|instruction)")  # later calls of a process fail
 
 
 class Ended(NamedTuple):
@@ -244,37 +243,28 @@ def events(report: Report) -> None:
 
 
 def tests(report: Report) -> None:
-    """The tests marked gpu. One that hangs, crashes or breaks the device ends its process; the rest get a new one."""
-    collected = report.python("-m", "pytest", "-m", "gpu", "--collect-only", "-q", *report.options.tests, limit=120)
-    names = re.findall(r"^\S+::\S.*$", collected.output, re.MULTILINE)
-    left_out = [{*pair.replace("/rows", "").split("/")} for pair in report.data["left_out"]]
-    rest = [name for name in names if not any(parts <= {*re.split(r"[\[\]-]", name)} for parts in left_out)]
-    rest.sort(key=lambda name: not any(word in name for word in FIRST_TESTS))
-    outcomes: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
-    rest = [name for name in rest if name not in outcomes]
-    end = min(report.end, time.monotonic() + LIMITS["tests"])
-    while rest and end - time.monotonic() > 10:
-        command = ("-m", "pytest", "-m", "gpu", "-v", "-rfE", "--tb=short", *rest)
-        ended = report.python(*command, limit=end - time.monotonic(), silence=SILENCE["triton"])
-        done = dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", ended.output, re.MULTILINE))
-        said = dict(re.findall(r"^(?:FAILED|ERROR) (\S+::.+?) - (.*)$", ended.output, re.MULTILINE))
-        lost = next((i for i, name in enumerate(done) if CUDA_ERROR.search(said.get(name, ""))), len(done))
-        done = dict([*done.items()][: lost + 1])  # what came after it in this process says nothing
-        current = next((name for name in rest if name not in done), "")
-        if current and f"\n{current} " in f"\n{ended.output}" and lost == len(done) and not ended.limit:
-            done[current], said[current] = "FAILED", ended.failure  # it hung, or took the process with it
-        if not done:
-            report.fail(f"pytest: {ended.failure}")
-            break
-        for name in done:
-            if done[name] in ("FAILED", "ERROR"):
-                report.fail(f"{name}: {said.get(name, '')[:300]}")
-        outcomes |= done
-        rest = [name for name in rest if name not in done]
-        report.stage |= {"counts": dict(Counter(outcomes.values())), "not_run": len(rest)}
-        report.save()
-    if "PASSED" not in outcomes.values():
-        report.fail(f"none of {len(names)} tests passed; {collected.failure}")
+    """The tests marked gpu, most valuable first. One that hangs or crashes ends its worker; xdist starts another."""
+    done: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
+    log = report.path.with_suffix(".tests.jsonl")
+    log.unlink(missing_ok=True)
+    left_out = [f"({pair.removesuffix('/rows').replace('/', ' and ')})" for pair in report.data["left_out"]]
+    command: list[object] = ["-m", "pytest", "-m", "gpu", *TESTS, "--outcomes", log]
+    command += ["-o", f"faulthandler_timeout={0.6 * (report.options.silence or SILENCE['triton'])}"]  # before all hang
+    command += ["-k", f"not ({' or '.join(left_out)})"] if left_out else []
+    command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
+    ended = report.python(*command, limit=LIMITS["tests"], silence=SILENCE["triton"])
+    lines = {line["test"]: line for line in objects_in(log.read_text() if log.exists() else "")}
+    rest = [name for name, line in lines.items() if line["outcome"] in ("selected", "begun")]
+    done |= {name: f"{line['outcome']}: {line['said']}" for name, line in lines.items() if name not in rest}
+    if ended.failure and not ended.limit:  # pytest itself was ended, and not by its time
+        done |= {name: f"failed: {ended.failure}" for name in rest if lines[name]["outcome"] == "begun"}
+    for name, outcome in done.items():
+        if outcome.startswith("failed"):
+            report.fail(f"{name}: {outcome}")
+    counts = Counter(outcome.partition(":")[0] for outcome in done.values())
+    report.stage |= {"counts": dict(counts), "not_run": len(lines.keys() - done)}
+    if not counts["passed"]:
+        report.fail(f"none of {len(lines)} tests passed; {ended.failure}")
 
 
 def sanitizer(report: Report) -> None:

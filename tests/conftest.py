@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest_plugins = ["outcomes"]
+
 
 def on_device(config: pytest.Config) -> bool:
     return config.option.markexpr == "gpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not on_device(config):
+    if on_device(config):  # each xdist worker has its part of the cores, for float64 at real vocabularies
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    else:
         torch.set_num_threads(1)  # each xdist worker has a core; products this small gain nothing from threads
         run_gpu_backends_on_cpu()
 
