@@ -70,16 +70,21 @@ figures: $(VENV)/.installed ## the pictures and tables of the README, from bench
 gpu-report: ## on a GPU machine without network: build, check, times; ARGS="--resume --stages tests" ...
 	$(firstword $(PYTHON)) bench/gpu.py $(ARGS)
 
-# For Linux on x86-64. pip takes no older manylinux by itself; xz with its filter for code halves what the wheels take.
-gpu-peers: $(VENV)/.created ## build/gpu-peers.tar.xz for ARGS="--peers ..." of gpu-report; GPU_PYTHON=3.12
+# With the machine's own Python too. What each test did is in build/test-gpu.tests.jsonl as soon as it has ended.
+test-gpu: ## the tests that need a GPU, with compiled kernels; ARGS="--tests tests/test_gpu.py::test_two_streams" some
+	$(firstword $(PYTHON)) bench/gpu.py --stages build tests --output build/test-gpu.json $(ARGS)
+
+# For Linux on x86-64. pip takes no older manylinux by itself, and has to install all in one call: three of the wheels
+# share a folder, which a second call would replace. xz with its filter for code halves what the wheels take.
+gpu-peers: $(VENV)/.created ## build/gpu-peers, parts of 40 MB at most for gpu-report; GPU_PYTHON=3.12
 	rm -rf build/gpu-peers
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile --only-binary=:all: --implementation cp \
 	    --python-version $(GPU_PYTHON) $(foreach tag,_2_28 _2_27 _2_24 _2_17 2014 1,--platform manylinux$(tag)_x86_64) \
-	    --target build/gpu-peers -r bench/gpu-peers.txt
-	tar -C build/gpu-peers -cf - . | xz --x86 --lzma2=preset=9,dict=256MiB > build/gpu-peers.tar.xz
-
-test-gpu: $(VENV)/.built ## the tests that need a GPU, with compiled kernels
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	    --target build/gpu-peers/packages -r bench/gpu-peers.txt
+	tar -C build/gpu-peers/packages -cf - . | xz --x86 --lzma2=preset=9,dict=256MiB | \
+	    split --numeric-suffixes --bytes=40000000 - build/gpu-peers/part-
+	rm -r build/gpu-peers/packages
+	cd build/gpu-peers && sha256sum part-* > SHA256SUMS
 
 test-torch: $(TORCH:%=test-torch-%) ## a part of the tests with another torch: make test-torch TORCH=2.8.0
 

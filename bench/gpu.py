@@ -32,8 +32,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu_peers import PEERS, unpack
+
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = ROOT / "build" / "gpu" / "site-packages"
 BACKENDS, STRATEGIES = ("cuda", "triton"), ("rows", "linear", "anchored")
 HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
@@ -154,11 +155,8 @@ def objects_in(output: str) -> Iterator[dict[str, Any]]:
 
 def build(report: Report) -> None:
     """This checkout, as it is; the peers beside it; what each backend says about itself."""
-    if report.options.peers:
-        shutil.rmtree(PEERS, ignore_errors=True)
-        shutil.unpack_archive(report.options.peers, PEERS, filter="data")
-        # Python reads .pth files in its own folders alone; a module of this name it imports when it starts.
-        (PEERS / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(PEERS)!r})\n")
+    if report.options.peers and (lacking := unpack(report.options.peers)):
+        report.fail(f"peers: missing or damaged in {report.options.peers}: {', '.join(lacking)}")
     if not report.options.built:
         compile_kernels(report)
     left_out = report.data["left_out"]
@@ -405,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "build/gpu/report.json", help="its log lies beside it")
     parser.add_argument("--resume", action="store_true", help="keep what the JSON has; run what it lacks")
     parser.add_argument("--built", action="store_true", help="the compiled modules were made elsewhere: use them")
-    parser.add_argument("--peers", type=Path, help="the archive of make gpu-peers")
+    parser.add_argument("--peers", type=Path, help="the folder of make gpu-peers, or a copy of it")
     parser.add_argument("--shapes", nargs="+", help="instead of the heads of each stage")
     parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")
     parser.add_argument("--device", default="cuda")

@@ -1,15 +1,18 @@
-"""bench/gpu.py without a GPU: what crashes, hangs or gives wrong results costs itself alone."""
+"""bench/gpu.py without a GPU: what crashes, hangs or gives wrong results costs itself alone; peers arrive in parts."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import gpu
+import gpu_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 # Python imports this when it starts. The crash at large vocabularies is found by the headline, not by the check.
@@ -51,10 +54,10 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     tests = ROOT / "build" / f"rehearsal-{os.getpid()}" / "test_device.py"
     tests.parent.mkdir(parents=True)
     tests.write_text(TESTS)
+    (tests.parent / "conftest.py").write_text('pytest_plugins = ["outcomes"]\n')
     output, built = tmp_path / "gpu.json", {"status": "ok", "seconds": 1.0}
     left_out = dict.fromkeys(
         [*(f"cuda/{strategy}" for strategy in gpu.STRATEGIES), "triton/anchored"], "backend cuda: not built"
-    (tests.parent / "conftest.py").write_text('pytest_plugins = ["outcomes"]\n')
     )
     resumed = {"environment": {}, "sources": gpu.digest_of_sources(), "left_out": left_out, "stages": {"build": built}}
     output.write_text(json.dumps(resumed))
@@ -83,3 +86,38 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     assert "Timeout (0:00:09)" in output.with_suffix(".log").read_text()
     assert not any("linear" in name for name in found["tests"])
     assert "left out: triton/rows: headline tiny step: ours-triton-rows: " in ended.stdout
+
+
+def packed_peers(folder: Path, content: str) -> list[Path]:
+    """As `make gpu-peers` writes them: a module that a .pth file leads to, in parts."""
+    packages = folder.with_name("packages")
+    (packages / "wheel" / "deeper").mkdir(parents=True, exist_ok=True)
+    (packages / "wheel.pth").write_text("wheel/deeper\n")
+    (packages / "wheel" / "deeper" / "a_peer.py").write_text(content)
+    with tarfile.open(folder.with_suffix(".xz"), "w:xz") as archive:
+        archive.add(packages, ".")
+    whole = folder.with_suffix(".xz").read_bytes()
+    parts = [folder / f"part-{i:02}" for i in range(3)]
+    folder.mkdir(exist_ok=True)
+    for i, part in enumerate(parts):
+        part.write_bytes(whole[i * len(whole) // 3 : (i + 1) * len(whole) // 3])
+    sums = [f"{hashlib.sha256(part.read_bytes()).hexdigest()}  {part.name}\n" for part in parts]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    return parts
+
+
+def test_peers_are_unpacked_when_all_parts_are_there_and_python_finds_them(tmp_path):
+    folder, target = tmp_path / "parts", tmp_path / "site-packages"
+    assert gpu_peers.unpack(folder, target) == ["SHA256SUMS"]
+    _, second, third = packed_peers(folder, "value = 1")
+    third.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+    assert gpu_peers.unpack(folder, target) == ["part-01", "part-02"] and not target.exists()
+    for value in (1, 2):  # the second replaces the first
+        packed_peers(folder, f"value = {value}")
+        assert gpu_peers.unpack(folder, target) == []
+        command = [sys.executable, "-c", "import a_peer; print(a_peer.value)"]
+        environment = os.environ | {"PYTHONPATH": str(target)}
+        assert subprocess.check_output(command, env=environment, text=True) == f"{value}\n"
+    (target / "added").touch()
+    assert gpu_peers.unpack(folder, target) == [] and (target / "added").exists()  # nothing to do
