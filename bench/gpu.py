@@ -1,9 +1,9 @@
 """All that a GPU machine without network can say about this checkout, in one JSON that is written as results come.
 
-    python bench/gpu.py --output out/gpu.json                       # 9 minutes: build, check, headline, events
-    python bench/gpu.py --output out/gpu.json --resume --stages build tests sanitizer
-    python bench/gpu.py --output out/gpu.json --resume --peers build/gpu-peers.tar.xz --stages build benchmark
-    python bench/bars.py out/gpu.json                               # which targets are met
+    python bench/gpu.py --output out/gpu.json --minutes 7              # build, check, tests, headline
+    python bench/gpu.py --output out/gpu.json --minutes 5 --resume --peers FOLDER --stages build benchmark trl_step
+    python bench/gpu.py --output out/gpu.json --resume --stages events sanitizer
+    python bench/bars.py out/gpu.json                                  # which targets are met
 
 Every command is a process with a limit of time and of silence. What hangs, crashes or gives wrong results is named and
 left out of all that follows by backend and strategy (`left_out`), and the exit status is 1; all else is still measured.
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ BACKENDS, STRATEGIES = ("cuda", "triton"), ("rows", "linear", "anchored")
 HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
 # Of one command, in seconds. Triton compiles in silence; what CUDA's kernels do takes less.
-LIMITS = dict(build=300, check=120, headline=300, events=90, tests=500, sanitizer=200, trl_step=150, distillation=200)
+LIMITS = dict(build=300, check=120, headline=150, events=90, tests=200, sanitizer=200, trl_step=150, distillation=200)
 SILENCE = {"cuda": 45.0, "triton": 150.0, "torch": 150.0, "products": 60.0}
 # Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
 BENCHES = {"headline": ("headline", 5), "benchmark": ("targets", 5), "distillation": ("teacher", 3)}
@@ -228,15 +228,15 @@ def bench(report: Report, stage: str) -> None:
     report.stage["not_run"] = document["not_run"]
 
 
-def events(report: Report) -> None:
-    """The bare products by rows and a copy; then each kernel of a step, by torch.profiler."""
-    found = report.data["events"] = []
-    for name in itertools.chain(["products"], report.usable()):
+def probes(report: Report, stage: str, names: Iterable[str] | None = None) -> None:
+    """What `probe` says of each name, in a process each: by default of what is usable, the kernels of a step."""
+    found = report.data[stage] = []
+    for name in names or report.usable():
         command = [__file__, "--probe", name, "--device", report.options.device]
         command += ["--shapes", *(report.options.shapes or HEADS)]
         ended = report.python(*command, limit=LIMITS["events"], silence=SILENCE[name.partition("/")[0]])
         found += objects_in(ended.output)
-        report.judge(f"events {name}", ended, name)
+        report.judge(f"{stage} {name}", ended, name)
         report.save()
 
 
@@ -285,9 +285,11 @@ def trl_step(report: Report) -> None:
 
 
 STAGES: dict[str, Callable[[Report], None]] = {
-    stage.__name__: stage for stage in (build, check, events, tests, trl_step, sanitizer)
+    stage.__name__: stage for stage in (build, check, tests, trl_step, sanitizer)
 } | {stage: functools.partial(bench, stage=stage) for stage in BENCHES}
-DEFAULT_STAGES = ("build", "check", "headline", "events")
+STAGES["products"] = functools.partial(probes, stage="products", names=["products"])
+STAGES["events"] = functools.partial(probes, stage="events")
+DEFAULT_STAGES = ("build", "check", "tests", "headline", "products")
 
 
 # --- what runs on the device, in a process of its own -----------------------------------------------------------------
@@ -316,7 +318,7 @@ def products(device: Any, shape: str) -> None:
     """A copy, and the three products of a step over C rows; what the device has no room for says so.
 
     At the pitch of the engine's scratch, whose 16-bit gradients lie over float32 logits; random, since zeros are
-    faster. dweight with and without accumulation.
+    faster. dweight with and without accumulation, in float32 and in the weight's type.
     """
     import torch
 
@@ -337,7 +339,7 @@ def products(device: Any, shape: str) -> None:
     del source, target
     pitch, mm = chunk_row_stride(vocab, device), functools.partial(functools.partial, torch.mm)
     weight = torch.randn(vocab, width, device=device, dtype=half)
-    dweight = torch.zeros(vocab, width, device=device)
+    dweight, narrow = torch.zeros(vocab, width, device=device), torch.zeros_like(weight)
     for rows in PRODUCT_ROWS if on_gpu else (64,):
         h = torch.randn(rows, width, device=device, dtype=half)
         logits = torch.empty(rows, pitch, device=device)[:, :vocab]
@@ -351,6 +353,7 @@ def products(device: Any, shape: str) -> None:
                 torch.addmm, dweight, dlogits.T, h, out_dtype=single, out=dweight
             ),
             "dlogits^T h, float32": mm(dlogits.T, h, out_dtype=single, out=dweight),
+            "dlogits^T h, added": functools.partial(torch.addmm, narrow, dlogits.T, h, out=narrow),
             "dlogits^T h": mm(dlogits.T, h),
         }
         fact = {"head": head, "rows": rows}

@@ -256,16 +256,16 @@ for _name, _parts in {
 }.items():
     SETS[_name] = {kind: [job for part in _parts for job in SETS[part][kind]] for kind in ("cpu", "cuda")}
 # What BARS asks for of a GPU, and no more: it is lent for minutes, and compiled eager compiles for half of one.
-# What has no result yet comes first.
+# The peers come first.
 SETS["targets"]["cuda"] = [
+    *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
+    *_jobs("llama-3-8b:16384", (*BARE, "ours-*-linear", "trl"), mode="forward"),
+    *_jobs(_GPU_HEADS[1:], PEERS),
     *_jobs("qwen2.5-7b:16384", (*BARE, "trl"), mode="frozen"),
     *_jobs("llama-3-8b:16384", MASKED, kept_ids=32),
     *_jobs(LONG, (*BARE, "trl"), mode=("step", "frozen")),
     *_jobs("qwen2.5-1.5b:16384", IDLE, idle_share=(0.5, 0.0), beta=0.0, length=512),
     *_jobs(_counts("qwen2.5-1.5b", 1024), BARE),
-    *_jobs("llama-3-8b:16384", (*BARE, "ours-*-linear", "trl"), mode="forward"),
-    *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
-    *_jobs(_GPU_HEADS[1:], PEERS),
 ]
 
 
