@@ -322,23 +322,25 @@ def test_divergences(divergence, kind, backend):
 # 200 tests in all: what the kernels have to compile for them takes longer than the tests do.
 
 
-def assert_sampled_variant(case, kernels: str, vocab: int, chunk_rows: tuple[int | None, ...], monkeypatch) -> None:
-    point, variation = case
-    chosen = choose(point, variation)
-    batch, config = build(point, chosen, vocab)
-    set_mask_way(monkeypatch, chosen["sampling_mask"], vocab)
+def assert_as_exact_as_eager_float32(
+    case, kernels: str, vocab: int, slack: float, chunk_rows: tuple[int | None, ...] = (None,)
+) -> None:
+    batch, config = build(case[0], choose(*case), vocab)
     exact, size = reference(batch, config), size_of_loss(batch, config)
     allowed = eager_errors(batch, config, exact, size)
     for rows in chunk_rows:
         found = fused(batch, dataclasses.replace(config, chunk_rows=rows), kernels, DEVICE)
-        assert_within(errors(found, exact, size), allowed, rounding_of(point, chosen))
+        assert_within(errors(found, exact, size), allowed, slack)
 
 
 @pytest.mark.parametrize("case", SAMPLE[3::6], ids=name_of)
-def test_variant_at_a_real_vocabulary(case, kernels, monkeypatch):
-    assert_sampled_variant(case, kernels, VOCAB, (None,), monkeypatch)
+def test_variant_at_a_real_vocabulary(case, kernels):
+    """A product of one row, which a sampling mask may leave, may add up in one order: 4e-6 over this many ids."""
+    assert_as_exact_as_eager_float32(case, kernels, VOCAB, 5e-6)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=name_of)
 def test_variant_is_as_exact_as_eager_float32(case, kernels, monkeypatch):
-    assert_sampled_variant(case, kernels, 37, CHUNK_ROWS, monkeypatch)
+    vocab, chosen = 37, choose(*case)
+    set_mask_way(monkeypatch, chosen["sampling_mask"], vocab)
+    assert_as_exact_as_eager_float32(case, kernels, vocab, rounding_of(case[0], chosen), CHUNK_ROWS)
