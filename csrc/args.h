@@ -134,6 +134,27 @@ struct PlanArgs {
     int64_t* counts;  // or null: active; scored but not active; with whole_sequences, active of each sequence
 };
 
+// Ids of a sampling mask, and what is written of some tokens: see contract.KeptRows of Python.
+struct KeptRowArgs {
+    const void* mask_ids;  // (mask_count,) int32, or int64
+    const int64_t* ends;   // (tokens,) where those of each token end
+    const int64_t* sampled;
+    RowTokens token_of;
+    int64_t mask_count, rows, slots, vocab;
+    int64_t own_first, own_count;  // ids that are rows of the weight
+    int32_t* ids;                  // (rows, slots)
+    int32_t* pair_tokens;          // (rows, slots)
+    int64_t* columns;              // (tokens,)
+    bool* added;                   // (rows,)
+    bool wide;                     // the ids of the mask are int64
+
+    GK_HD int64_t last_of(int64_t token) const {
+        return ends[token] < 0 ? 0 : ends[token] < mask_count ? ends[token] : mask_count;
+    }
+    GK_HD int64_t id(int64_t place) const {
+        return wide ? static_cast<const int64_t*>(mask_ids)[place] : static_cast<const int32_t*>(mask_ids)[place];
+    }
+};
 // Ids that truncated sampling kept: `slots` per row, those below 0 are not used. Row i is token token_of[i].
 struct KeptArgs {
     const void* hidden;  // (tokens, width)

@@ -176,12 +176,35 @@ class RowStats(NamedTuple):
         return cls(*(torch.empty(count, dtype=dtype, device=device) for dtype in dtypes))
 
 
+class TokenMask(NamedTuple):
+    """A SamplingMask, flat; or the part of it that lies in a slice of the vocabulary."""
+
+    ids: Tensor  # (M,) int32 or int64, contiguous
+    counts: Tensor  # (N,) how many each token has
+    ends: Tensor  # (N,) int64: where those of each token end
+
+    @property
+    def firsts(self) -> Tensor:
+        """(N,) int64: where those of each token begin."""
+        return self.ends - self.counts
+
+
 class KeptIds(NamedTuple):
     """Ids that truncated sampling kept for some tokens, the sampled ones among them."""
 
-    rows: Rows  # the tokens
-    ids: Tensor  # (C, K) int32, ascending, -1 in the places that a token does not use, which come last; gradients there
-    # may be anything
+    rows: Rows  # the tokens, by an index
+    ids: Tensor  # (C, K) int32, -1 in the places that a token does not use, which come last; gradients there may be
+    # anything. 4 divides K
+
+
+class KeptRows(NamedTuple):
+    """What `kept_ids` writes of some tokens."""
+
+    kept: KeptIds
+    token_of: Tensor  # (C, K) int32: the token of each place
+    columns: Tensor  # (N,) int64: the place of the token's sampled id in its row; -1 where the row does not have it, or
+    # an id is not in the vocabulary, which gives NaN
+    added: Tensor  # (C,) bool: the sampled id was not among the kept ones
 
 
 class KeptPairs(NamedTuple):
@@ -403,6 +426,12 @@ class Backend:
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         """x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once."""
+        raise NotImplementedError
+
+    def kept_ids(self, mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
+        """The kept ids of tokens, less than K each, that are rows `own` of the whole vocabulary, as rows of the weight;
+        the sampled one (N,), wherever it is missing, behind them. `mask`: whole, and not of a slice. No address depends
+        on what an id is."""
         raise NotImplementedError
 
     def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:

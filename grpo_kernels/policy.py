@@ -131,7 +131,8 @@ def _run(
     num_tokens = ids.numel()
     values = no_values(num_tokens, dtype, device)
     check_call(scores, weight.shape[0], call.cu_seqlens)
-    head, scorer, mask, _ = open_scorer((hidden, weight, bias), scores, values, wants=wants, chunk_rows=call.chunk_rows)
+    inputs = hidden, weight, bias
+    head, scorer, mask, _, others = open_scorer(inputs, scores, values, wants=wants, chunk_rows=call.chunk_rows)
 
     if call.cu_seqlens is None:
         span = torch.full((ids.shape[0],), ids.shape[1], device=device)
@@ -154,7 +155,7 @@ def _run(
     too_long = call.level == "sequence" and max(lengths, default=0) > head.sequence_rows
     if not any(wants) or too_long or scores.tokens.kept_ids is not None:
         scorer.score_gathered()
-        scorer.score(index)
+        scorer.score(index if others is None else others.scored)
         both = coefficients(Rows(0, len(index), index), slice(0))
         if any(wants):
             scorer.gradient(*both)

@@ -92,6 +92,10 @@ inline void take(Arguments& given, gk::TeacherParams& params) { take_bytes(given
 inline void take(Arguments& given, gk::TokenData& a) { given.read(a.table, a.count, a.values); }
 inline void take(Arguments& given, gk::RowTokens& a) { given.read(a.start, a.index); }
 inline void take(Arguments& given, gk::PlanInput& a) { given.read(a.data, a.per_what); }
+inline void take(Arguments& given, gk::KeptRowArgs& a) {
+    given.read(a.mask_ids, a.wide, a.mask_count, a.ends, a.sampled, a.own_first, a.own_count, a.vocab, a.token_of,
+               a.rows, a.slots, a.ids, a.pair_tokens, a.columns, a.added);
+}
 inline void take(Arguments& given, gk::KeptTarget& a) { given.read(a.data, a.dtype, a.row_stride); }
 
 // stats, gradient and single_pass: each gets null for what another one reads.

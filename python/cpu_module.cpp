@@ -52,6 +52,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("reduce", Bound<binding::reduce>::call);
     m.def("add_rows", Bound<gk::add_rows>::call);
     m.def("add_transposed", Bound<gk::add_transposed>::call);
+    m.def("kept_ids", Bound<gk::kept_ids>::call);
     m.def("kept_logits", Bound<gk::kept_logits>::call);
     m.def("kept_dhidden", Bound<gk::kept_dhidden>::call);
     m.def("kept_dweight", Bound<binding::kept_dweight>::call);

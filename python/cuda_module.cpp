@@ -53,6 +53,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("reduce_workspace", gk::cuda::reduce_workspace);
     m.def("reduce", Bound<gk::cuda::reduce>::call);
     m.def("scale", Bound<gk::cuda::scale>::call);
+    m.def("kept_ids", Bound<gk::cuda::kept_ids>::call);
     m.def("kept_logits", Bound<gk::cuda::kept_logits>::call);
     m.def("kept_dhidden", Bound<gk::cuda::kept_dhidden>::call);
     m.def("kept_dweight", Bound<binding::kept_dweight>::call);

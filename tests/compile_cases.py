@@ -20,6 +20,7 @@ from grpo_kernels.contract import (
     HeadChunk,
     KeptIds,
     KeptPairs,
+    KeptRows,
     LogitChunk,
     PlannedTokens,
     RowGradients,
@@ -28,6 +29,7 @@ from grpo_kernels.contract import (
     SparseRule,
     TeacherLogits,
     TokenInputs,
+    TokenMask,
     chunk_row_stride,
     no_values,
 )
@@ -189,13 +191,17 @@ def kept(
     rows: int, dtype: torch.dtype, gradient: torch.dtype | None = None, bias: bool = False, add: bool = False,
     width: int = WIDTH
 ) -> list[object]:  # fmt: skip
-    """The three products over 32 kept ids per token, of a vocabulary small enough to sort for."""
+    """Rows of 64 kept ids per token, of a vocabulary small enough to sort for, and the three products over them."""
     hidden, weight = torch.empty(2 * rows, width, dtype=dtype), torch.empty(128, width, dtype=dtype)
-    chosen = KeptIds(Rows(0, rows, vector(rows, INDEX)), torch.zeros(rows, 32, dtype=torch.int32))
-    numbers, flat = torch.empty(rows, 32), torch.zeros(rows * 32, dtype=torch.int32)
+    index, tokens = vector(rows, INDEX), torch.empty(2 * rows, dtype=INDEX)
+    chosen = KeptIds(Rows(0, rows, index), torch.zeros(rows, 64, dtype=torch.int32))
+    numbers, flat = torch.empty(rows, 64), torch.zeros(rows * 64, dtype=torch.int32)
+    mask = TokenMask(vector(9 * rows, torch.int32), tokens, tokens)
+    found = KeptRows(chosen, flat.view(rows, 64), tokens, torch.empty(rows + 1, dtype=torch.bool)[1:])
     wide = gradient or dtype
     pairs, target = KeptPairs(flat, flat), torch.empty(128, width, dtype=wide)
     return [
+        BACKEND.kept_ids(mask, vector(2 * rows, INDEX), range(128), 128, found),
         BACKEND.kept_logits(hidden, weight, torch.empty(128) if bias else None, chosen, numbers),
         BACKEND.kept_dhidden(numbers, weight, chosen, torch.empty(2 * rows, width, dtype=wide)),
         BACKEND.kept_dweight(numbers.view(-1), hidden, pairs, target, add=add),

@@ -22,12 +22,14 @@ from grpo_kernels.backends.pytorch.sums import column_sums
 from grpo_kernels.contract import (
     KeptIds,
     KeptPairs,
+    KeptRows,
     LogitChunk,
     PlannedTokens,
     RowGradients,
     Rows,
     RowStats,
     TokenInputs,
+    TokenMask,
     TokenValues,
     no_values,
 )  # fmt: skip
@@ -694,6 +696,34 @@ def make_kept(tokens: int, vocab: int, seed: int = 0) -> KeptIds:
     rows = [[0, *sorted(rng.sample(others, n - 2)), vocab - 1] if n > 1 else [0] * n for n in KEPT_COUNTS * 2]
     ids = torch.tensor([row + [-1] * (max(KEPT_COUNTS) - len(row)) for row in rows], dtype=torch.int32)
     return KeptIds(Rows(0, len(rows), torch.tensor(rng.sample(range(tokens), len(rows)))), ids)
+
+
+def check_kept_ids(kernels: Kernels, dtype: torch.dtype) -> None:
+    """The rows of ids of a whole vocabulary, and of slices of it, from a mask with ids that no vocabulary has."""
+    tokens, vocab = 23, 300
+    rng = random.Random(0)
+    rows = [sorted(rng.sample(range(vocab), n)) for n in (0, 1, 2, 63, 64, 65, 127, 128, *[9] * 15)]
+    sampled = [rng.choice(row) if row and t % 3 else rng.randrange(vocab) for t, row in enumerate(rows)]
+    rows[9][-1], rows[10][0], rows[11][-1], sampled[12], sampled[13] = vocab, -1, 2**31 - 1, vocab, -1
+    counts = torch.tensor([len(row) for row in rows])
+    mask = TokenMask(torch.tensor([i for row in rows for i in row], dtype=dtype), counts, counts.cumsum(0))
+    index = rng.sample(range(1, tokens), tokens - 1)
+    for own in (range(vocab), range(100), range(100, 220), range(220, vocab)):
+        ids = torch.full((len(index), 132), 7, dtype=torch.int32)
+        token_of, columns = ids.clone(), torch.full((tokens,), 7)
+        found = KeptRows(KeptIds(Rows(0, len(index), torch.tensor(index)), ids), token_of, columns, torch.ones(22) > 2)
+        kernels.kept_ids(mask, torch.tensor(sampled), own, vocab, found)
+        assert columns[0] == 7 and (token_of == torch.tensor(index)[:, None]).all()
+        for i, token in enumerate(index):
+            row, column, added = ids[i].tolist(), int(columns[token]), bool(found.added[i])
+            assert added == (sampled[token] not in rows[token])
+            if token in (9, 10, 11, 12, 13):
+                assert column == -1 and all(-1 <= x < len(own) for x in row)
+                continue
+            here = [x for x in rows[token] if x in own]
+            here += [sampled[token]] if added and sampled[token] in own else []
+            assert row == [x - own.start for x in here] + [-1] * (132 - len(here))
+            assert column == (here.index(sampled[token]) if sampled[token] in own else -1)
 
 
 def check_kept(kernels: Kernels, width: int, dtype: torch.dtype, *, wide: bool, shift: int = 0) -> None:

@@ -272,6 +272,11 @@ def test_kept_ids(kernels, dtype):
             c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_of_kept_ids(kernels, dtype):
+    c.check_kept_ids(kernels, dtype)
+
+
 @of_cpu
 @pytest.mark.parametrize("dtype", c.DTYPES)
 @pytest.mark.parametrize("shift", [0, 1])
@@ -300,6 +305,8 @@ def test_a_dweight_larger_than_the_caches(kernels, dtype, shift):
 def test_kept_ids_in_torch(monkeypatch, dtype):
     """In pieces of less than a row, and all at once."""
     from grpo_kernels.backends.pytorch import kept
+
+    c.check_kept_ids(get_backend("torch"), torch.int32)
 
     for piece, wide in ((64, False), (2**24, True)):
         monkeypatch.setattr(kept, "PIECE_ELEMENTS", piece)

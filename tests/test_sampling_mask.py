@@ -18,6 +18,7 @@ from helpers import (
     assert_same_bits,
     assert_within,
     call,
+    call_counter,
     errors,
     fused,
     leaves,
@@ -137,6 +138,17 @@ def test_16_bit_inputs(backend, dtype, logits, way):
     eager, found = reference(batch, dtype=dtype), fused(batch, gk.GRPOConfig(logits_dtype=logits), backend)
     assert_within(errors(found, exact), errors(eager, exact), 1e-6, 1.5, of="grad")
     assert_same_bits(found, fused(batch, gk.GRPOConfig(logits_dtype=logits), backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dweight_of_few_kept_ids_is_written_once(backend, dtype, monkeypatch):
+    """In the type of the weight, and handed out as it is."""
+    set_mask_way(monkeypatch, "gathers", V)
+    batch, kernels, written = leaves(masked_batch(least=1, dtype=dtype)), get_backend(backend), []
+    call_counter(monkeypatch, kernels, "kept_dweight", written, lambda _h, _g, _pairs, x, *, add: (x, add))
+    call(batch, backend=backend).loss.backward()
+    ((dweight, add),) = written
+    assert not add and dweight.dtype == dtype and batch.weight.grad.data_ptr() == dweight.data_ptr()
 
 
 def test_metrics(way):

@@ -13,6 +13,7 @@ void stats(const RowArgs& args, const TeacherArgs* teacher, int threads);
 void gradient(const RowArgs& args, const TeacherArgs* teacher, int threads);
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads);
 
+void kept_ids(const KeptRowArgs& args, int threads);
 void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, slots), -inf where not used
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads);
 void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads);

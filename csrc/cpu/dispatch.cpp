@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../kept_rules.h"
 #include "cpu_features.h"
 #include "kernels.h"
 
@@ -117,6 +118,12 @@ void gradient(const RowArgs& args, const TeacherArgs* teacher, int threads) {
 }
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads) {
     run(chosen().load()->sparse, args, out, threads);
+}
+
+void kept_ids(const KeptRowArgs& args, int threads) {
+    parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) keep_ids(args, row);
+    });
 }
 
 void kept_logits(const KeptArgs& args, float* logits, int threads) {

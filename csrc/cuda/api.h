@@ -28,6 +28,7 @@ void reduce(const ReduceArgs& args, void* workspace, Stream stream);
 // x *= factor, which is read on the device: count elements at any address.
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream);
 
+void kept_ids(const KeptRowArgs& args, Stream stream);
 // Products over kept ids: logits (rows, slots), -inf where a place is not used.
 void kept_logits(const KeptArgs& args, float* logits, Stream stream);
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, Stream stream);

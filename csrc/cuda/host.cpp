@@ -138,6 +138,13 @@ LaunchConfig kept_blocks(int64_t rows, int64_t width, int32_t dtype, Stream stre
 
 }  // namespace
 
+void kept_ids(const KeptRowArgs& args, Stream stream) {
+    if (args.rows == 0) return;
+    const LaunchConfig config = {static_cast<unsigned>(divide_up(args.rows, kKeptRowThreads)), kKeptRowThreads, 0, 1,
+                                 stream};
+    launch("gk_kept_ids", config, args);
+}
+
 void kept_logits(const KeptArgs& args, float* logits, Stream stream) {
     const std::string name = kept_name("logits", args.dtype, nullptr);
     const int64_t warps = args.rows * (args.slots / kKeptGroup);

@@ -9,6 +9,7 @@
 // the result, a thread one vector of it, and kKeptGroup rows are on their way at a time. Sums are float32, in an order
 // that depends on the ids alone.
 #pragma once
+#include "../kept_rules.h"
 #include "elements.cuh"
 #include "kernels.h"
 
@@ -70,6 +71,11 @@ struct ColumnSum {
     }
 };
 
+GK_DEVICE void kept_ids(const KeptRowArgs& args) {
+    const int64_t row = static_cast<int64_t>(block_index()) * kKeptRowThreads + thread_index();
+    if (row < args.rows) keep_ids(args, row);
+}
+
 template <class Type>
 GK_DEVICE void kept_logits(const KeptLaunch& args) {
     using Element = typename Type::Element;
@@ -121,8 +127,14 @@ GK_DEVICE void kept_dhidden(const KeptLaunch& args) {
     const int64_t blocks = column_blocks<Type>(kept.width), row = block_index() / blocks;
     const int32_t* const ids = kept.ids + row * kept.slots;
     const float* const factors = args.dlogits + row * kept.slots;
-    int64_t count = kept.slots;
-    while (count > 0 && ids[count - 1] < 0) count--;
+    int64_t count = 0, end = kept.slots;  // used places come first
+    while (count < end) {
+        const int64_t middle = (count + end) / 2;
+        if (ids[middle] < 0)
+            end = middle;
+        else
+            count = middle + 1;
+    }
     ColumnSum<Type> sum(first_column<Type>(blocks), kept.width);
     const auto* const weight = static_cast<const typename Type::Element*>(kept.weight);
     sum.add(

@@ -57,6 +57,8 @@ GK_KEPT(bf16, bf16)
 GK_KEPT(f16, f32)
 GK_KEPT(f16, f16)
 
+GK_KERNEL(gk_kept_ids, KeptRowArgs, kKeptRowThreads, 1) { kept_ids(args); }
+
 GK_KERNEL(gk_plan_sequences, PlanLaunch, kPlanSequenceThreads, 1) { plan_sequence(args); }
 GK_KERNEL(gk_plan_tokens, PlanLaunch, kPlanThreads, 4) { plan_tile(args); }
 GK_KERNEL(gk_plan_order, PlanLaunch, kPlanThreads, 4) { plan_order(args); }

@@ -65,6 +65,7 @@ struct KeptWeightLaunch {
     PairsById<int64_t> by_id;
     KeptTarget target;
 };
+constexpr int kKeptRowThreads = 64;  // a row each: few, so that all multiprocessors have some
 constexpr int kKeptThreads = 256;
 constexpr int kKeptGroup = 4;  // rows of the weight, or of the hidden states, in work at a time
 

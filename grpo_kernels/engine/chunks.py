@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..contract import Backend, HeadChunk, LogitChunk, Rows, RowStats, Sums, TokenValues
+from ..contract import Backend, HeadChunk, LogitChunk, Rows, RowStats, Sums, TokenMask, TokenValues
 from ..names import FIELD, MASK_SUMS, KernelParams
-from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
+from .kept import DenseMask, KeptLogits, split
 from .lm_head import GivenLogits, LMHead
 from .memory import visited
 from .plan import Plan, keep_entropies
@@ -49,37 +49,33 @@ class Scorer:
         self.teacher: TeacherHead | TopKHead | None = None
         self.gathered: KeptScorer | None = None
 
-    def add_mask(self, mask: TokenMask, scored: Tensor) -> None:
+    def add_mask(
+        self, mask: TokenMask, scored: Tensor, active: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Visit | None:
         """Restrict the tokens `scored` (N,) bool to their kept ids. Those with few get a scorer of their own: they are
-        left out of every index, scored by `score_gathered`, and part of `gradient`."""
+        scored by `score_gathered`, and part of `gradient`. Returns the others, None for all; with `offsets` (S + 1,)
+        their numbers per sequence. `active` (N,) bool: see `Visit`; None: all that are scored."""
         head, dtype = self.head, self.values.columns.dtype
-        # Given logits are there already: nothing is saved by gathers.
-        gathers = scored & mask.gathers(head.vocab_size) if isinstance(head, LMHead) else torch.zeros_like(scored)
-        if isinstance(self.teacher, TopKHead):  # gathered rows have its ids alone, and those of the mask are the same
-            gathers = gathers & self.teacher.holds(self.sampled_ids)
-        dense = (scored & (mask.counts > 0) & ~gathers).nonzero().squeeze(1)
-        if dense.numel():
-            self.mask = DenseMask(mask, dense, self.ids, dtype, head.vocab_slice)
-        index = gathers.nonzero().squeeze(1)
-        if index.numel():
-            lm_head = cast(LMHead, head)
-            rows = mask_rows(mask, self.sampled_ids, index, lm_head.vocab_size)
-            logits = KeptLogits(rows, lm_head, dtype)
+        if not isinstance(head, LMHead):  # given logits are there already: nothing is saved by gathers
+            self.mask = DenseMask(mask, scored & (mask.counts > 0), self.ids, dtype, head.vocab_slice)
+            return None
+        # Gathered rows have the ids of such a teacher alone, and those of the mask are the same.
+        holds = self.teacher.holds(self.sampled_ids) if isinstance(self.teacher, TopKHead) else None
+        active = scored if active is None else active
+        found = split(mask, scored, active, head.vocab_size, gathers=holds, offsets=offsets)
+        if found.is_dense is not None:
+            self.mask = DenseMask(mask, found.is_dense, self.ids, dtype, head.vocab_slice)
+        if found.matrices:
+            logits = KeptLogits(mask, found.matrices, self.sampled_ids, head, dtype)
             self.gathered = KeptScorer(logits, *self.given)
             if isinstance(self.teacher, TopKHead):
                 self.gathered.teacher = KeptTeacher(self.teacher, logits, self.temperature)
-
-    def without_gathered(self, index: Tensor | None) -> Tensor | None:
-        """These tokens (None: all) but those of `gathered`."""
-        if self.gathered is None:
-            return index
-        others = torch.ones_like(self.ids, dtype=torch.bool).index_fill(0, self.gathered.head.index, False)
-        return others.nonzero().squeeze(1) if index is None else index[others[index]]
+        return Visit.of(found.order, *found.counts, found.lengths)
 
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """logp, entropy and lse of these tokens (None: of all), nothing else."""
         computes_logits = self.head.strategy == "rows" or self.mask is not None or self.teacher is not None
-        for rows in self.head.chunks(self.without_gathered(index)):
+        for rows in self.head.chunks(index):
             if computes_logits:
                 self._statistics(rows)
             else:
@@ -121,8 +117,10 @@ class Scorer:
             has_gradient = (g_logp != 0) | (g_entropy != 0)
             if self.teacher is not None:
                 has_gradient |= self.teacher.weight != 0
+            if self.gathered is not None:
+                has_gradient.index_fill_(0, self.gathered.head.index, False)
             index = has_gradient.nonzero().squeeze(1)
-        self._gradient_of(self.without_gathered(index), g_logp, g_entropy)
+        self._gradient_of(index, g_logp, g_entropy)
         if self.gathered is not None:
             self.gathered.gradient(g_logp, g_entropy, static_shapes=True)
 
@@ -245,11 +243,12 @@ def run(
     if teacher is not None:
         weight = config.distill_coef * table[FIELD["weight_direct"]]
         teacher.weight, scorer.teacher = torch.where(tokens.scored, weight, 0.0), teacher
-    visit = _visit(plan)
+    visit = None
     if sampling_mask is not None:
-        scorer.add_mask(sampling_mask, tokens.scored)
+        offsets = tokens.offsets if rules.whole_sequences else None
+        visit = scorer.add_mask(sampling_mask, tokens.scored, tokens.active, offsets)
         scorer.score_gathered()  # whose sequences may hold other tokens
-        visit = _without_gathered(visit, scorer, plan)
+    visit = _visit(plan) if visit is None else visit
     lengths = visit.lengths
     fits = lengths is not None and max(lengths, default=0) <= head.sequence_rows
     # What comes between statistics and gradient: the scale of float16, which follows from the coefficients; the other
@@ -286,7 +285,7 @@ def run(
         sums.column("zero_gradient").zero_()  # every scored token has a gradient, that of the divergence
     others = []
     if sampling_mask is not None:
-        others.append(_mask_sums(scorer, sampling_mask, tokens.scored))
+        others.append(_mask_sums(scorer))
     if isinstance(teacher, TopKHead):
         others.append(torch.where(tokens.scored, teacher.mass, 0.0).sum()[None])
     if isinstance(scorer, SparseScorer):
@@ -317,7 +316,7 @@ def evaluate(plan: Plan, backend: Backend) -> None:
     objective_of(plan, backend)(Rows(0, plan.tokens.scored.numel()), slice(0, plan.num_sequences))
 
 
-class _Visit(NamedTuple):
+class Visit(NamedTuple):
     """Indices of tokens; None: all of them, or in `rest` none."""
 
     active: Tensor | None  # may have a gradient
@@ -325,28 +324,22 @@ class _Visit(NamedTuple):
     scored: Tensor | None  # both
     lengths: list[int] | None  # active tokens per sequence, with whole sequences, if known on the host
 
+    @classmethod
+    def of(cls, order: Tensor, active: int, rest: int, lengths: list[int] | None) -> Visit:
+        """order (N,): so many active tokens, so many others, anything."""
+        first, both = (None if count == order.numel() else order[:count] for count in (active, active + rest))
+        return cls(first, order[active : active + rest] if rest else None, both, lengths)
 
-def _visit(plan: Plan) -> _Visit:
+
+def _visit(plan: Plan) -> Visit:
     """All tokens with static shapes; else by one read of the counts on the host."""
     order, counts, lengths = plan.tokens.order, plan.tokens.counts, None
     if order is None or counts is None:
         if plan.rules.whole_sequences and plan.row_length is not None:  # of packed ones the host does not know lengths
             lengths = [plan.row_length] * plan.num_sequences
-        return _Visit(None, None, None, lengths)
+        return Visit(None, None, None, lengths)
     active, rest, *per_sequence = counts.tolist()
-    first, both = (None if count == order.numel() else order[:count] for count in (active, active + rest))
-    lengths = per_sequence if plan.rules.whole_sequences else None
-    return _Visit(first, order[active : active + rest] if rest else None, both, lengths)
-
-
-def _without_gathered(visit: _Visit, scorer: Scorer, plan: Plan) -> _Visit:
-    """Active tokens that take the products of the whole vocabulary, and their number per sequence."""
-    active, lengths = scorer.without_gathered(visit.active), visit.lengths
-    if scorer.gathered is not None and lengths is not None and active is not None:
-        is_active = torch.zeros_like(plan.tokens.active).index_fill(0, active, True)
-        before = torch.nn.functional.pad(is_active.cumsum(0), (1, 0))
-        lengths = before[plan.tokens.offsets].diff().tolist()
-    return visit._replace(active=active, lengths=lengths)
+    return Visit.of(order, active, rest, per_sequence if plan.rules.whole_sequences else None)
 
 
 def _coefficients(plan: Plan) -> tuple[Tensor, Tensor]:
@@ -357,14 +350,16 @@ def _coefficients(plan: Plan) -> tuple[Tensor, Tensor]:
     return g_logp, g_entropy
 
 
-def _mask_sums(scorer: Scorer, mask: TokenMask, scored: Tensor) -> Tensor:
-    """MASK_SUMS of tokens `scored` (N,) bool."""
+def _mask_sums(scorer: Scorer) -> Tensor:
+    """MASK_SUMS."""
     sums = scorer.values.columns.new_zeros(len(MASK_SUMS))
-    sums[0] = (scored & (mask.counts > 0)).sum()
     if scorer.gathered is not None:
-        sums[1] = scorer.gathered.head.added.sum()
+        sums[0] = scorer.gathered.head.num_tokens
+        torch.sum(scorer.gathered.head.added, 0, dtype=sums.dtype, out=sums[1])
     if scorer.mask is not None:
-        sums[1:] += scorer.mask.sums(scorer.values)
+        of_dense = scorer.mask.sums(scorer.values)
+        sums[0] += of_dense[2]
+        sums[1:] += of_dense
     return sums
 
 

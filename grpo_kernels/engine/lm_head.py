@@ -271,8 +271,7 @@ class LMHead:
             self.dweight.add_kept(scaled, self.hidden_matrix, pairs)
         if self.wants[2]:
             starts, order = pairs.by_id(len(self.weight))
-            ordered = scaled[order[int(starts[0]) :]]
-            self.add_dbias(torch.segment_reduce(ordered, "sum", lengths=starts.diff(), unsafe=True))
+            self.add_dbias(torch.segment_reduce(scaled[order], "sum", offsets=starts, unsafe=True))
 
     def gradients(self) -> FinishedGradients:
         """Return those of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
@@ -326,15 +325,15 @@ class LMHead:
         if whole:
             self.dhidden = values
         else:
-            rows.put(self.dhidden_for(rows), values)
+            rows.put(self.dhidden_to_write(every_row=rows.index is None), values)
 
-    def dhidden_for(self, rows: Rows) -> Tensor:
-        """dhidden (N, H), for these rows to be written."""
+    def dhidden_to_write(self, *, every_row: bool) -> Tensor:
+        """dhidden (N, H), 0 in rows that nobody has written; or anything there, if every row will be."""
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             self.dhidden = torch.empty(shape, dtype=self.waiting_dtypes[0], device=self.hidden.device)
-            if rows.index is not None:
-                self.dhidden.zero_()  # rows that no chunk visits
+            if not every_row:
+                self.dhidden.zero_()
         return self.dhidden
 
     def _times_weight(self, dlogits: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ..contract import TokenValues, no_values
 from ..names import VALUE_FIELDS, KernelParams
 from ..teacher import Teacher, TopKTeacher
 from .backward import refuse_double_backward
-from .chunks import Scorer, new_scorer
+from .chunks import Scorer, Visit, new_scorer
 from .kept import make_token_mask
 from .lm_head import LMHead
 from .products import pinned_matmul_precision
@@ -92,9 +92,9 @@ def open_scorer(
     wants: Sequence[bool] = (False, False, False),
     chunk_rows: Optional[int] = None,
     teacher: AnyTeacher = None,
-) -> tuple[LMHead, Scorer, Optional[Tensor], bool]:
+) -> tuple[LMHead, Scorer, Optional[Tensor], bool, Optional[Visit]]:
     """(The head; a scorer for log-probabilities alone, no objective; the mask (N,) bool, None where there is none;
-    whether no shape may depend on values)."""
+    whether no shape may depend on values; with a sampling mask the tokens that are not `gathered`)."""
     ids, mask, per_token, kept_ids, kept_counts = call.tokens
     number, logit_scale, softcap, theta = call.numbers
     count, dtype, device, kernels = ids.numel(), values.columns.dtype, ids.device, get_backend(call.backend)
@@ -116,10 +116,11 @@ def open_scorer(
     sampled = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
     params = KernelParams(logit_scale=logit_scale, softcap=softcap)
     scorer = new_scorer(theta or None, head, sampled.contiguous().long(), temperature, params, kernels, values)
+    others = None
     if sampling_mask is not None:
-        scorer.add_mask(sampling_mask, torch.ones_like(sampled, dtype=torch.bool) if mask is None else mask)
+        others = scorer.add_mask(sampling_mask, torch.ones_like(sampled, dtype=torch.bool) if mask is None else mask)
     scorer.teacher = teacher
-    return head, scorer, mask, static
+    return head, scorer, mask, static, others
 
 
 def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = None) -> None:
@@ -144,10 +145,14 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, AnyTeacher]:
         teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), count, dtype)
         columns = 2 if teacher is None else len(VALUE_FIELDS)
         values = no_values(count, dtype, hidden.device, columns=columns)
-        head, scorer, mask, static = open_scorer(inputs, call, values, teacher=teacher)
+        head, scorer, mask, static, others = open_scorer(inputs, call, values, teacher=teacher)
         check_call(call, head.vocab_size)
         scorer.score_gathered()
-        scorer.score(None if static or mask is None else mask.nonzero().squeeze(1), entropy=call.want_entropy)
+        if others is not None:
+            index = others.scored
+        else:
+            index = None if static or mask is None else mask.nonzero().squeeze(1)
+        scorer.score(index, entropy=call.want_entropy)
         head.release()
         return values.only(mask) if static and mask is not None else values, teacher
 
@@ -181,7 +186,7 @@ def _compute_gradients(
         columns = no_values(entropy.numel(), entropy.dtype, entropy.device).columns
         values = TokenValues(columns, lse)
         values.entropy.copy_(entropy)
-        head, scorer, mask, static = open_scorer(inputs, call, values, wants=wants, teacher=teacher)
+        head, scorer, mask, static, _ = open_scorer(inputs, call, values, wants=wants, teacher=teacher)
         if teacher is not None:
             teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), mask, 0.0)
         g_logp, g_entropy = (_filled(g.reshape(-1), mask, 0.0) for g in outer[:2])

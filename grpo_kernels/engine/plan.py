@@ -27,11 +27,7 @@ class Plan(NamedTuple):
     group_index: Tensor | None
     num_groups: int
     row_length: int | None  # T of a (B, T) batch, None for a packed one
-
-    @property
-    def is_static(self) -> bool:
-        """Whether all rows are computed, since nothing is read back to the host."""
-        return self.tokens.order is None
+    is_static: bool  # all rows are computed, since nothing is read back to the host
 
     @property
     def num_sequences(self) -> int:
@@ -62,13 +58,14 @@ def make_plan(
     params, rules = found
     if has_teacher:  # like the KL's: every scored token has a gradient
         rules = rules._replace(kl_has_gradient=True)
-    tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes)
+    # With a sampling mask the tokens are in another order, see kept.py.
+    tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes and inputs.kept_counts is None)
     if rules.entropy_coef != 0.0:
         _weigh_entropy(tokens.table, inputs, config)
     if inputs.token_weights is not None:
         _weigh_tokens(tokens, inputs.token_weights, ids.shape)
     row_length = ids.shape[1] if inputs.cu_seqlens is None else None
-    return Plan(tokens, params, rules, config, inputs.group_index, num_groups, row_length)
+    return Plan(tokens, params, rules, config, inputs.group_index, num_groups, row_length, static_shapes)
 
 
 def keep_entropies(tokens: PlannedTokens) -> Tensor:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import KeptPairs, LogitChunk, Rows, SparseRows, SparseRule
-from .kept import in_matrices, make_matrices, most_kept, places_of
+from ..backends.pytorch.kept import padded
+from ..contract import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
+from .kept import most_kept, places_of, split
 from .lm_head import LMHead
 
 _PAIR_BYTES = 48  # in the products: as it is, in matrices, and in the order of the ids
@@ -91,7 +92,7 @@ class SparsePairs:
         self._collect()
         self._buffers = None
         if self.head.wants[0]:  # all ranks with a slice of the vocabulary add theirs up, those without a pair too
-            self.head.dhidden_for(Rows(0, 0, self.dense()[:0]))
+            self.head.dhidden_to_write(every_row=False)
         if self._found:
             self._multiply()
 
@@ -107,10 +108,13 @@ class SparsePairs:
 
     def _add_dhidden(self, tokens: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
         head = self.head
-        matrices, pairs, places = make_matrices(tokens, ids, counts, counts)
-        numbers = values.new_zeros(pairs.ids.numel()).scatter_(0, places, values)
-        for kept, dlogits in zip(matrices, in_matrices(numbers, matrices), strict=True):
-            head.backend.kept_dhidden(dlogits, head.weight, kept, head.dhidden_for(kept.rows))
+        everything = torch.ones_like(counts, dtype=torch.bool)
+        mask = TokenMask(ids, counts, counts.cumsum(0))
+        for places, width in split(mask, everything, everything, len(head.weight)).matrices:
+            first, count = places.take(mask.firsts)[:, None], places.take(counts)[:, None]
+            (own, used), (dlogits, _) = (padded(x, first, count, width) for x in (ids, values))
+            kept = KeptIds(Rows(0, places.count, places.take(tokens)), torch.where(used, own, -1))
+            head.backend.kept_dhidden(dlogits, head.weight, kept, head.dhidden_to_write(every_row=False))
 
     def sums(self) -> Tensor:
         """SPARSE_SUMS; over ranks with a slice of the vocabulary all pairs, and the mean of the tokens in `dense`."""

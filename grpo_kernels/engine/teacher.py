@@ -189,9 +189,13 @@ class KeptTeacher(TeacherHead):
     def __init__(self, top_k: TopKHead, head: KeptLogits, temperature: Tensor) -> None:
         self.params, self.weight = top_k.params, top_k.weight
         self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.mass)
-        # A row kernel divides by the temperature again.
-        log_q = (top_k.log_q * temperature.double()[:, None])[head.index]
-        self._logits = head.matrices_of(log_q[top_k.used[head.index]], -torch.inf)
+        # A row kernel divides by the temperature again. The ids of a row stand in the order of `log_q`.
+        log_q, self._logits = top_k.log_q * temperature.double()[:, None], {}
+        for rows in head.chunks(None):
+            logits = head.logits(rows)
+            width = min(log_q.shape[1], logits.shape[1])
+            self._logits[id(rows)] = torch.full_like(logits, -torch.inf)
+            self._logits[id(rows)][:, :width] = rows.take(log_q)[:, :width]
 
     def beside(self, head: Any, rows: Rows) -> TeacherLogits:
         return TeacherLogits(self._logits[id(rows)], None, self.params, self.weight, self.offset, self.lse)

@@ -14,6 +14,7 @@ from ...contract import (
     Backend,
     KeptIds,
     KeptPairs,
+    KeptRows,
     LogitChunk,
     PlannedTokens,
     RowGradients,
@@ -23,6 +24,7 @@ from ...contract import (
     Sums,
     TeacherLogits,
     TokenInputs,
+    TokenMask,
     TokenValues,
     contiguous_rows,
     is_per_sequence,
@@ -191,6 +193,13 @@ class CompiledBackend(Backend):
         return Sums(numbers, sequences, groups)
 
     # --- kept ids -------------------------------------------------------------------------------------------------
+
+    def kept_ids(self, mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
+        (rows, ids), token_of, columns, added = found
+        self.call(
+            self.module.kept_ids, ids.device, mask.ids, mask.ids.dtype == torch.int64, len(mask.ids), mask.ends,
+            sampled, own.start, len(own), vocab_size, 0, rows.index, *ids.shape, ids, token_of, columns, added,
+        )  # fmt: skip
 
     def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)

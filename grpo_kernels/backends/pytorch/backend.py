@@ -43,6 +43,7 @@ class TorchBackend(Backend):
     sums = staticmethod(column_sums)
     add_rows = staticmethod(add_rows)
     scale = staticmethod(scale_in_pieces)
+    kept_ids = staticmethod(kept.kept_ids)
     kept_logits = staticmethod(kept.kept_logits)
     kept_dhidden = staticmethod(kept.kept_dhidden)
     kept_dweight = staticmethod(kept.kept_dweight)

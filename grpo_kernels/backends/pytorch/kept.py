@@ -15,9 +15,38 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...contract import KeptIds, KeptPairs
+from ...contract import KeptIds, KeptPairs, KeptRows, TokenMask
 
 PIECE_ELEMENTS = 2**24
+
+
+def kept_ids(mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
+    """Into `found`: see contract.py."""
+    (rows, ids), token_of, columns, added = found
+    index = rows.tokens(ids.device)
+    first, count, sampled = mask.firsts[index, None], mask.counts[index, None], sampled[index, None]
+    kept, used = padded(mask.ids, first, count, ids.shape[1])
+    is_sampled = used & (kept == sampled)
+    wrong = used & ((kept < 0) | (kept >= vocab_size))
+    is_here = (sampled >= own.start) & (sampled < own.stop) & ~wrong.any(1, keepdim=True)
+    before = torch.zeros_like(first)
+    if len(own) < vocab_size:
+        before = (used & (kept < own.start)).sum(1, keepdim=True)
+        count = (used & (kept >= own.start) & (kept < own.stop)).sum(1, keepdim=True)
+        kept, used = padded(mask.ids, first + before, count, ids.shape[1])
+    is_added = ~is_sampled.any(1, keepdim=True)
+    place = torch.where(is_added, count, is_sampled.int().argmax(1, keepdim=True) - before)
+    ids.copy_(torch.where(used, (kept - own.start).clamp_(0, len(own) - 1), -1))
+    ids.scatter_(1, count.long(), torch.where(is_added & is_here, sampled - own.start, -1).to(torch.int32))
+    token_of.copy_(index[:, None])
+    columns[index] = torch.where(is_here, place, -1).squeeze(1)
+    added.copy_(is_added.squeeze(1))
+
+
+def padded(x: Tensor, first: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(x[first : first + count] of each row (R, width), whether a place is used); first, count (R, 1)."""
+    place = torch.arange(width, device=x.device)
+    return x[(first + place).clamp_(0, len(x) - 1)], place < count
 
 
 def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:

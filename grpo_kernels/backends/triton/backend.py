@@ -74,6 +74,7 @@ class TritonBackend(Backend):
     sums = on_device(tokens.sums)
     linear_logp = on_device(linear_logp)
     anchored = on_device(anchored)
+    kept_ids = on_device(kept.kept_ids)
     kept_logits = on_device(kept.kept_logits)
     kept_dhidden = on_device(kept.kept_dhidden)
     kept_dweight = on_device(kept.kept_dweight)

@@ -6,35 +6,95 @@
 
 Each reads one row of W, or of h, per pair of a token and an id: 2 H bytes in 16 bits, the rest is small. A program owns
 SLOTS ids of one token, a part of one token's row of dhidden, or a part of one id's row of dweight; sums are float32, in
-an order that depends on the ids alone. The transpose has its pairs sorted by id.
+an order that depends on the ids alone. The transpose has its pairs sorted by id. A tile of a sum is so wide that each
+thread has whole columns of it, in which it adds up by itself.
+
+The rows of ids come from those of the mask: a program finds a token's sampled id among its kept ones, and writes them.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import KeptIds, KeptPairs, contiguous_rows
+from ...contract import KeptIds, KeptPairs, KeptRows, TokenMask, contiguous_rows
 from .arguments import Matrix
 
 # Of a tile in which rows of W are read: whole lines, 16 in flight per program.
-SLOTS = 16
+SLOTS: tl.constexpr = tl.constexpr(16)
 WIDTH: tl.constexpr = tl.constexpr(128)
-SUM_WIDTH: tl.constexpr = tl.constexpr(512)  # columns of a sum that a program owns
+SUM_SLOTS: tl.constexpr = tl.constexpr(8)
+SUM_WIDTH: tl.constexpr = tl.constexpr(1024)  # columns of a sum that a program owns: 128 threads of 16 bytes
+IDS: tl.constexpr = tl.constexpr(64)  # of a row that are looked at together
 
 
-@triton.jit(do_not_specialize=["index", "ids"])
-def logits_kernel(hidden, weight, bias, index, ids, logits, slots, width, SLOTS: tl.constexpr):
-    blocks = slots // SLOTS
+@triton.jit
+def mask_ids(ids, place, live, total):
+    """Ids of the mask, 0 beyond what is live. Counts that do not add up to the ids are an address of none."""
+    return tl.load(ids + place, mask=live & (place >= 0) & (place < total), other=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["ids", "ends", "sampled", "index", "total", "own_first", "own_count", "vocab", "added"])
+def ids_kernel(
+    ids, ends, sampled, index, total, own_first, own_count, vocab, kept, token_of, columns, added, slots
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(index + row)
+    first = tl.load(ends + token - 1, mask=token > 0, other=0)
+    count = tl.load(ends + token) - first
+    wanted = tl.load(sampled + token)
+    place = tl.arange(0, IDS).to(tl.int64)
+    before = tl.zeros((IDS,), tl.int64)
+    own = tl.zeros((IDS,), tl.int64)
+    wrong = tl.zeros((IDS,), tl.int64)
+    found = tl.zeros((IDS,), tl.int64)  # 1 behind the sampled id
+    for start in range(0, count, IDS):
+        live = start + place < count
+        id_ = mask_ids(ids, first + start + place, live, total)
+        before += (live & (id_ < own_first)).to(tl.int64)
+        own += (live & (id_ >= own_first) & (id_ < own_first + own_count)).to(tl.int64)
+        wrong += (live & ((id_ < 0) | (id_ >= vocab))).to(tl.int64)
+        found = tl.where(live & (id_ == wanted), start + place + 1, found)
+    skipped, held, behind = tl.sum(before, 0), tl.sum(own, 0), tl.max(found, 0)
+    local = wanted - own_first
+    is_here = (local >= 0) & (local < own_count) & (tl.sum(wrong, 0) == 0)
+    extra = tl.where(is_here & (behind == 0), local, -1)
+    for start in range(0, slots, IDS):
+        slot = start + place
+        id_ = mask_ids(ids, first + skipped + slot, slot < held, total) - own_first
+        id_ = tl.minimum(tl.maximum(id_, 0), own_count - 1)
+        id_ = tl.where(slot < held, id_, tl.where(slot == held, extra, -1))
+        tl.store(kept + row * slots + slot, id_.to(tl.int32), mask=slot < slots)
+        tl.store(token_of + row * slots + slot, (tl.zeros_like(slot) + token).to(tl.int32), mask=slot < slots)
+    column = tl.where(behind == 0, held, behind - 1 - skipped)
+    tl.store(columns + token, tl.where(is_here, column, -1))
+    tl.store(added + row, (behind == 0).to(tl.uint8))
+
+
+@triton.jit
+def number_of_ids(ids, slots):
+    """How many places of a row are used: they come first."""
+    used = tl.zeros((IDS,), tl.int32)
+    for start in range(0, slots, IDS):
+        slot = start + tl.arange(0, IDS)
+        used += (tl.load(ids + slot, mask=slot < slots, other=-1) >= 0).to(tl.int32)
+    return tl.sum(used, 0)
+
+
+@triton.jit(do_not_specialize=["index", "ids", "logits"])
+def logits_kernel(hidden, weight, bias, index, ids, logits, slots, width):
+    blocks = (slots + SLOTS - 1) // SLOTS
     row = tl.program_id(0).to(tl.int64) // blocks
-    place = row * slots + tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
-    id_ = tl.load(ids + place).to(tl.int64)
+    slot = tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
+    place = row * slots + slot
+    id_ = tl.load(ids + place, mask=slot < slots, other=-1).to(tl.int64)
     used = id_ >= 0
     h = hidden.data + tl.load(index + row) * hidden.row_stride
     rows = weight.data + tl.where(used, id_, 0)[:, None] * weight.row_stride
     total = tl.zeros((SLOTS, WIDTH), tl.float32)
-    for first in range(0, width, WIDTH):
+    for first in range(0, tl.where(tl.max(id_, 0) >= 0, width, 0), WIDTH):
         columns = first + tl.arange(0, WIDTH)
         inside = columns < width
         x = tl.load(h + columns, mask=inside, other=0.0).to(tl.float32)
@@ -43,43 +103,41 @@ def logits_kernel(hidden, weight, bias, index, ids, logits, slots, width, SLOTS:
     found = tl.sum(total, 1)
     if bias is not None:
         found += tl.load(bias + tl.where(used, id_, 0), mask=used, other=0.0)
-    tl.store(logits + place, tl.where(used, found, -float("inf")))
+    tl.store(logits + place, tl.where(used, found, -float("inf")), mask=slot < slots)
 
 
-@triton.jit(do_not_specialize=["index", "ids"])
-def dhidden_kernel(dlogits, weight, index, ids, dhidden, slots, width, SLOTS: tl.constexpr):
+@triton.jit(do_not_specialize=["index", "ids", "dlogits"])
+def dhidden_kernel(dlogits, weight, index, ids, dhidden, slots, width):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SUM_WIDTH + tl.arange(0, SUM_WIDTH)
     inside = columns < width
     total = tl.zeros((SUM_WIDTH,), tl.float32)
-    for first in range(0, slots, SLOTS):
-        place = row * slots + first + tl.arange(0, SLOTS)
-        id_ = tl.load(ids + place).to(tl.int64)
-        used = id_ >= 0
-        rows = weight.data + tl.where(used, id_, 0)[:, None] * weight.row_stride
+    count = number_of_ids(ids + row * slots, slots)
+    for first in range(0, count, SUM_SLOTS):
+        slot = first + tl.arange(0, SUM_SLOTS)
+        used = slot < count
+        id_ = tl.load(ids + row * slots + slot, mask=used, other=0).to(tl.int64)
+        factor = tl.load(dlogits + row * slots + slot, mask=used, other=0.0)
+        rows = weight.data + id_[:, None] * weight.row_stride
         w = tl.load(rows + columns[None, :], mask=used[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        factor = tl.load(dlogits + place)
-        total += tl.sum(w * tl.where(used, factor, 0.0)[:, None], 0)
+        total += tl.sum(w * factor[:, None], 0)
     target = dhidden.data + tl.load(index + row) * dhidden.row_stride + columns
     tl.store(target, total.to(dhidden.data.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["starts", "order", "token_of"])
-def dweight_kernel(
-    dlogits, hidden, starts, order, token_of, dweight, width, ADD: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["starts", "factors", "tokens"])
+def dweight_kernel(factors, tokens, hidden, starts, dweight, width, ADD: tl.constexpr):
     id_ = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + id_), tl.load(starts + id_ + 1)
     if end > begin or not ADD:
         columns = tl.program_id(1) * SUM_WIDTH + tl.arange(0, SUM_WIDTH)
         inside = columns < width
         total = tl.zeros((SUM_WIDTH,), tl.float32)
-        for first in range(begin, end, SLOTS):
-            place = first + tl.arange(0, SLOTS)
+        for first in range(begin, end, SUM_SLOTS):
+            place = first + tl.arange(0, SUM_SLOTS)
             live = place < end
-            pair = tl.load(order + place, mask=live, other=0)
-            factor = tl.load(dlogits + pair, mask=live, other=0.0)
-            token = tl.load(token_of + pair, mask=live, other=0).to(tl.int64)
+            factor = tl.load(factors + place, mask=live, other=0.0)
+            token = tl.load(tokens + place, mask=live, other=0).to(tl.int64)
             rows = hidden.data + token[:, None] * hidden.row_stride
             h = tl.load(rows + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
             total += tl.sum(h * factor[:, None], 0)
@@ -92,13 +150,21 @@ def dweight_kernel(
 # --- launchers ------------------------------------------------------------------------------------------------------
 
 
+def kept_ids(mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
+    """Into `found`: see contract.py."""
+    (rows, ids), token_of, columns, added = found
+    ids_kernel[(ids.shape[0],)](
+        mask.ids, mask.ends, sampled, rows.index, mask.ids.numel(), own.start, len(own), vocab_size, ids,
+        token_of, columns, added.view(torch.uint8), ids.shape[1], num_warps=1,
+    )  # fmt: skip
+
+
 def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
     """Into logits (C, K) float32; -inf where not used."""
     count, slots = kept.ids.shape
-    tile = min(SLOTS, slots)
-    logits_kernel[(count * (slots // tile),)](
+    logits_kernel[(count * triton.cdiv(slots, SLOTS.value),)](
         Matrix.of(contiguous_rows(hidden)), Matrix.of(contiguous_rows(weight)), bias, kept.rows.index, kept.ids, logits,
-        slots, hidden.shape[1], SLOTS=tile, num_warps=4,
+        slots, hidden.shape[1], num_warps=4,
     )  # fmt: skip
 
 
@@ -107,14 +173,16 @@ def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor
     count, slots = kept.ids.shape
     dhidden_kernel[(count, triton.cdiv(weight.shape[1], SUM_WIDTH.value))](
         dlogits, Matrix.of(contiguous_rows(weight)), kept.rows.index, kept.ids, Matrix.of(dhidden), slots,
-        weight.shape[1], SLOTS=min(SLOTS, slots), num_warps=4,
+        weight.shape[1], num_warps=4,
     )  # fmt: skip
 
 
 def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
     """Into dweight (V, H): added, or written, 0 where no token kept an id."""
     starts, order = pairs.by_id(dweight.shape[0])
+    # In the order of the ids, so that a program waits for one read less before those of h.
+    factors, tokens = dlogits[order], pairs.token_of[order]
     dweight_kernel[(dweight.shape[0], triton.cdiv(hidden.shape[1], SUM_WIDTH.value))](
-        dlogits, Matrix.of(contiguous_rows(hidden)), starts, order, pairs.token_of, Matrix.of(dweight), hidden.shape[1],
-        ADD=add, SLOTS=SLOTS, num_warps=4,
+        factors, tokens, Matrix.of(contiguous_rows(hidden)), starts, Matrix.of(dweight), hidden.shape[1], ADD=add,
+        num_warps=4,
     )  # fmt: skip
