@@ -23,10 +23,8 @@ class WeightGradient:
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         """Add the product of a chunk: dlogits (P, V), h (P, H)."""
-        if dlogits.dtype.itemsize > 2:
-            self._add_wide(dlogits, h if h.dtype is dlogits.dtype else h.to(dlogits.dtype))
-        elif h.device.type != "cpu" or dlogits.dtype != torch.bfloat16:
-            self._add_16_bit(dlogits, h)
+        if h.device.type != "cpu" or dlogits.dtype != torch.bfloat16:
+            self._add_product(dlogits, h.to(dlogits.dtype))
         elif self._transposes():
             self._add_transposed(dlogits, h)
         else:
@@ -50,13 +48,7 @@ class WeightGradient:
         self.total, self._own_shares = None, []
         return total
 
-    def _add_wide(self, dlogits: Tensor, h: Tensor) -> None:
-        if self.total is None:
-            self.total = torch.mm(dlogits.T, h)
-        else:
-            self.total.addmm_(dlogits.T, h)
-
-    def _add_16_bit(self, dlogits: Tensor, h: Tensor) -> None:
+    def _add_product(self, dlogits: Tensor, h: Tensor) -> None:
         if self.total is None:
             self.total = product(dlogits.T, h) if self.sums_in_float32 else torch.mm(dlogits.T, h)
         elif self.sums_in_float32:
