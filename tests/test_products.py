@@ -80,14 +80,14 @@ def test_the_lm_head_without_them(monkeypatch, probed, missing):
         monkeypatch.setattr(torch, "mm", lacking(mm))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        head = meta_head(8, chunk_rows=4)
+        head = meta_head(8, chunk_rows=4, sums_wide=True)
         ids = torch.zeros(8, dtype=torch.int64, device=META)
         some = Rows(2, 4, torch.zeros(2, dtype=torch.int64, device=META))
-        for chunk in (*head.chunks(None), *head.chunks_of([some])):
-            logits = head.logits(chunk.rows)
-            assert logits.dtype == torch.float32 and logits.shape == (chunk.rows.count, 67)
-            head.row_gradients(chunk, chunk.rows, logits)
-            head.accumulate(chunk, ids)
+        for rows in (*head.chunks(None), *head.chunks_of([some])):
+            logits = head.logits(rows)
+            assert logits.dtype == torch.float32 and logits.shape == (rows.count, 67)
+            head.row_gradients(rows, logits)
+            head.accumulate(rows, ids)
         assert head.dweight.total.dtype == torch.float32
         finished = head.gradients()
     assert [x.shape for x in finished.tensors[:2]] == [(8, 24), (67, 24)]
