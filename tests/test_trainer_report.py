@@ -247,7 +247,7 @@ const errors = [];
 addEventListener("error", event => errors.push(event.message));
 addEventListener("securitypolicyviolation", event => errors.push(event.blockedURI));
 </script>"""
-FIRST_CHARTS = ["Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm"]
+FIRST_CHARTS = ["Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm", "Learning rate"]
 DRAWN = """[...document.querySelectorAll('.charts.first svg')].map(svg => [svg.getAttribute('aria-label'),
     Math.max(...[...svg.querySelectorAll('path')].map(path => path.getTotalLength()))])"""
 STEP = """[document.querySelector('select').selectedOptions[0],
