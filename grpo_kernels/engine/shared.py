@@ -28,10 +28,10 @@ def takes_operator(hidden: Tensor, **beyond: object) -> bool:
     record the call without it, raises ValueError, and any other mode sees nothing of the call."""
     if not is_traced(hidden):
         return False
-    name = next((name for name, x in beyond.items() if x is not None), None)
-    if name is not None and _has_tracer(hidden):
-        raise ValueError(f"{name} is given to a call that is traced or compiled; it needs an eager one")
-    return name is None
+    given = [name for name, x in beyond.items() if x is not None]  # dynamo of torch 2.8 knows no next() of a generator
+    if given and _has_tracer(hidden):
+        raise ValueError(f"{given[0]} is given to a call that is traced or compiled; it needs an eager one")
+    return not given
 
 
 def _has_tracer(hidden: Tensor) -> bool:
