@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def multiprocessors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
+@lru_cache(maxsize=256)  # numbers of tokens differ from step to step
 def rows_of_chunk(
     num_tokens: int,
     width: int,
