@@ -23,7 +23,7 @@ _PAIR_BYTES = 48  # in the products: as it is, in matrices, and in the order of 
 
 
 class _Found(NamedTuple):
-    """The pairs of a row chunk."""
+    """The pairs of a chunk."""
 
     tokens: Tensor  # (R,) int64, those with pairs
     counts: Tensor  # (R,) int64
@@ -50,7 +50,7 @@ class SparsePairs:
         self.room = head.scratch.rows * len(head.weight) * head.logits_dtype.itemsize // 3
 
     def add(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor], exact: Tensor | None) -> None:
-        """The tokens of a row chunk, of which those in `exact` (N,) bool get no pairs.
+        """The tokens of a chunk, of which those in `exact` (N,) bool get no pairs.
 
         coefficients: d loss / d logp and d loss / d entropy (N,), of which those of this chunk are known.
         """
@@ -146,5 +146,5 @@ class SparsePairs:
 
 
 def reads_back_late(device: torch.device) -> bool:
-    """Whether pairs of many row chunks are counted at once: a GPU waits for the host each time."""
+    """Whether pairs of many chunks are counted at once: a GPU waits for the host each time."""
     return device.type != "cpu"

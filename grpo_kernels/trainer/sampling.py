@@ -201,6 +201,8 @@ def decoding_error(lm: Any, *, cached: bool) -> Decoding:
                 decode.select(logits, kept.to(device))
             if step < STEPS:
                 logits = decode.next(more[rows, step].to(device))
+    except torch.OutOfMemoryError:  # which says nothing about the cache
+        raise
     except Exception:  # of many types: no cache among the results or arguments, or one whose rows cannot be selected
         if not cached:
             raise
