@@ -6,7 +6,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch can do without it, and so can this package
     import torch
 
-from .backends import available_backends
+from .kernels import available_backends
 from .config import GRPOConfig, available_presets
 from .distillation import DistillationOutput, fused_distillation_loss, fused_divergence
 from .logps import fused_logps

@@ -363,7 +363,7 @@ class Sums:
 
 
 class Backend:
-    """What the engine asks of a backend; backends/pytorch/ has the plainest form.
+    """What the engine asks of a backend; kernels/torch/ has the plainest form.
 
     Per-token tensors are those of the whole batch, (N,) or (fields, N); a row of logits finds its token through `rows`.
     """

@@ -11,8 +11,8 @@ from torch import Tensor
 from .checks.arguments import num_sequences_of, refuse_transforms
 from .checks.plain import check_plain, full_weight
 from .config import GRPOConfig
-from .engine.logps_op import logps_from_hidden
-from .engine.shared import is_capturing
+from .head.logps_op import logps_from_hidden
+from .head.shared import is_capturing
 from .inputs import resolve_logps
 from .loss import fused_grpo_loss
 from .names import Aggregation, Divergence

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .backends import choose_backend
+from .kernels import choose_backend
 from .checks.arguments import (
     check_config,
     check_lm_head,
@@ -32,8 +32,8 @@ from .config import (
     option_hint,
 )
 from .contract import Sums, TokenInputs
-from .engine.logps_op import Inputs, LogpsCall, LogpsTokens
-from .engine.shared import table_dtype
+from .head.logps_op import Inputs, LogpsCall, LogpsTokens
+from .head.shared import table_dtype
 from .rewards import check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .teacher import Teacher, TopKTeacher, check_teacher

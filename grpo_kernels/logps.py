@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .checks.plain import full_weight
-from .engine.logps_op import logps_from_hidden
-from .engine.shared import requires_grad_flags
-from .engine.vocab_parallel import agree, announced_errors, check_group
+from .head.logps_op import logps_from_hidden
+from .head.shared import requires_grad_flags
+from .head.vocab_parallel import agree, announced_errors, check_group
 from .inputs import resolve_logps
 from .sampling_mask import SamplingMask
 

@@ -23,9 +23,9 @@ from .checks.arguments import (
 )
 from .checks.plain import check_shape, full_weight
 from .config import check_flag
-from .engine.loss_op import LossCall, loss_from_hidden, loss_from_logits, policy_loss
-from .engine.shared import requires_grad_flags, table_dtype
-from .engine.vocab_parallel import agree, announced_errors, check_group
+from .head.loss_op import LossCall, loss_from_hidden, loss_from_logits, policy_loss
+from .head.shared import requires_grad_flags, table_dtype
+from .head.vocab_parallel import agree, announced_errors, check_group
 from .inputs import LossOptions, read_config, resolve, takes_loss_options
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask

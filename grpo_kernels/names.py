@@ -83,7 +83,7 @@ COLUMNS = (
 )
 COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 
-# Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (engine/kept.py), for
+# Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (head/kept.py), for
 # which alone the mass is known.
 MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
 # With sparse_backward: pairs of a token and an id, tokens that took products instead, tokens with a gradient.

@@ -13,11 +13,11 @@ from .checks.arguments import num_sequences_of
 from .checks.plain import full_weight
 from .config import check_count, check_one_of
 from .contract import Rows, TokenValues, no_values
-from .engine.backward import FinishedGradients, finish_in_forward
-from .engine.chunks import whole_sequences
-from .engine.logps_op import LogpsCall, check_call, open_scorer
-from .engine.products import pinned_matmul_precision
-from .engine.shared import requires_grad_flags, table_dtype, unseen_by_modes
+from .head.backward import FinishedGradients, finish_in_forward
+from .head.chunks import whole_sequences
+from .head.logps_op import LogpsCall, check_call, open_scorer
+from .head.products import pinned_matmul_precision
+from .head.shared import requires_grad_flags, table_dtype, unseen_by_modes
 from .inputs import resolve_logps
 from .sampling_mask import SamplingMask
 

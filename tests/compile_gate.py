@@ -107,7 +107,7 @@ def compile_case(case: str, target: str) -> dict[str, Found] | str:
     from compile_cases import CASES
     from triton.runtime.jit import JITFunction
 
-    from grpo_kernels.backends import launch
+    from grpo_kernels.kernels import launch
 
     call, only, rows = CASES[case]
     compiled: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def package_kernels() -> set[str]:
     """Kernels of the package: jitted functions that no other jitted function calls."""
     from triton.runtime.jit import JITFunction
 
-    from grpo_kernels.backends import triton as kernels
+    from grpo_kernels.kernels import triton as kernels
 
     calls: dict[str, Iterable[str]] = {}
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
@@ -199,7 +199,7 @@ def print_keys(target: str) -> None:
     import triton
     from compile_cases import CASES
 
-    from grpo_kernels.backends import launch
+    from grpo_kernels.kernels import launch
 
     found: dict[str, dict[str, set[str]]] = {case: defaultdict(set) for case in CASES}
 

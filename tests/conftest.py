@@ -34,7 +34,7 @@ def run_gpu_backends_on_cpu() -> None:
     import triton_interpreter
 
     triton_interpreter.install()
-    from grpo_kernels import backends
+    from grpo_kernels import kernels as backends
 
     entry = backends._REGISTRY["cuda"]
     backends._REGISTRY["cuda"] = entry._replace(load=load_emulated_cuda, devices=("cpu",))
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _this_cpu_multiplies_bfloat16(monkeypatch):
     """Whether it does decides the way that bfloat16 takes: test_chunks.py has the one of a CPU that does not."""
     for module in ("memory", "lm_head"):
-        monkeypatch.setattr(f"grpo_kernels.engine.{module}.cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
+        monkeypatch.setattr(f"grpo_kernels.head.{module}.cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def unwritten_is_nan():
 @pytest.fixture
 def emulated(unwritten_is_nan):
     """The CUDA kernels on the emulated GPU, whose settings are as before after the test."""
-    from grpo_kernels.backends import get_backend
+    from grpo_kernels.kernels import get_backend
 
     kernels = get_backend("cuda")
     yield kernels

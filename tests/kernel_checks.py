@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import reference
-from grpo_kernels.backends.pytorch import coefficients
-from grpo_kernels.backends.pytorch.plan import plan_tokens
-from grpo_kernels.backends.pytorch.sums import column_sums
+from grpo_kernels.kernels.torch import coefficients
+from grpo_kernels.kernels.torch.plan import plan_tokens
+from grpo_kernels.kernels.torch.sums import column_sums
 from grpo_kernels.contract import (
     KeptIds,
     KeptPairs,

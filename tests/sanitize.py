@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import grpo_kernels as gk
-from grpo_kernels.backends.launch import STRATEGIES, VARIABLE
+from grpo_kernels.kernels.launch import STRATEGIES, VARIABLE
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

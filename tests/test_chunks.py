@@ -24,12 +24,12 @@ from helpers import (
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.backends import get_backend
-from grpo_kernels.backends.compiled.cpu import CpuBackend
+from grpo_kernels.kernels import get_backend
+from grpo_kernels.kernels.compiled.cpu import CpuBackend
 from grpo_kernels.contract import chunk_row_stride
-from grpo_kernels.engine import lm_head, memory
-from grpo_kernels.engine.dweight import WeightGradient
-from grpo_kernels.engine.lm_head import LMHead
+from grpo_kernels.head import lm_head, memory
+from grpo_kernels.head.dweight import WeightGradient
+from grpo_kernels.head.lm_head import LMHead
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -146,7 +146,7 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     batch, strides = off_policy(batch, config), []
     allocate = memory.allocate_rows
     monkeypatch.setattr(
-        "grpo_kernels.engine.memory.allocate_rows", lambda *a: strides.extend(allocate(*a)) or strides[-1:]
+        "grpo_kernels.head.memory.allocate_rows", lambda *a: strides.extend(allocate(*a)) or strides[-1:]
     )
     found, exact = fused(batch, config, backend), reference(batch, config)
     assert {x.stride(0) for x in strides} == {2112} and {x.shape[1] for x in strides} == {vocab}

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import grpo_kernels as gk
 from grpo_kernels import rewards
-from grpo_kernels.engine import logps_op, loss_op
-from grpo_kernels.engine.plan import TokenInputs
-from grpo_kernels.engine.shared import table_dtype
+from grpo_kernels.head import logps_op, loss_op
+from grpo_kernels.head.plan import TokenInputs
+from grpo_kernels.head.shared import table_dtype
 
 
 @pytest.fixture(autouse=True)

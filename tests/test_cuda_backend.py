@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import backends
-from grpo_kernels.backends import choose_backend, get_backend
-from grpo_kernels.backends import triton as kernels
-from grpo_kernels.backends.compiled import cuda as cuda_backend
+from grpo_kernels import kernels as backends
+from grpo_kernels.kernels import choose_backend, get_backend
+from grpo_kernels.kernels import triton as kernels
+from grpo_kernels.kernels.compiled import cuda as cuda_backend
 from grpo_kernels.contract import no_values
 from grpo_kernels.names import INTERFACE, KernelParams
 
@@ -200,7 +200,7 @@ def test_auto_prefers_it_on_a_gpu_and_never_interprets(monkeypatch):
 
 def test_the_interpreter_notices_a_wrong_address():
     """What the tests rely on: a kernel that reads past its tensors is caught."""
-    from grpo_kernels.backends.triton import rows
+    from grpo_kernels.kernels.triton import rows
 
     logits, ids = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
     short = logits[:, :5]  # eight columns are promised below

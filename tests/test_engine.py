@@ -25,7 +25,7 @@ from helpers import (
 )
 
 import grpo_kernels as gk
-from grpo_kernels.engine.lm_head import LMHead
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.reference import reference_loss_from_logits
 
 WIDTH, VOCAB = 24, 67  # no other size in these tests, so that a product is known by its shape

@@ -17,7 +17,7 @@ from budget import Found
 from compile_cases import CASES
 from cuda_gate import TARGETS
 
-from grpo_kernels.backends.launch import architecture
+from grpo_kernels.kernels.launch import architecture
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, PRODUCT = "gk_rows_f32", "gk_exponentials_bfloat16"

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BACKEND = """
 import os, sys
 if not any(word in " ".join(sys.orig_argv) for word in ("pytest", "--stages", "stdin.readline")):  # the last: xdist's
-    from grpo_kernels import backends
-    from grpo_kernels.backends.pytorch.backend import TorchBackend
+    from grpo_kernels import kernels as backends
+    from grpo_kernels.kernels.torch.backend import TorchBackend
 
     class Faulty(TorchBackend):
         name = "triton"

@@ -18,8 +18,8 @@ FLOORS = (
     ("names", "logit_transform", "trl_options"),
     ("config", "contract"),
     ("checks", "reference", "sampling_mask", "teacher"),
-    ("backends",),
-    ("engine",),
+    ("kernels",),
+    ("head",),
     ("inputs", "output", "rewards"),
     ("distillation", "logps", "loss", "policy"),
     ("__init__",),
@@ -83,15 +83,13 @@ def test_the_reference_stands_alone():
 
 def test_backends_know_the_contract_and_each_other():
     for name in graph():
-        if room(name) == "backends":
-            assert {room(other) for other in graph()[name]} <= {"backends", "contract", "names", *COMPILED}, name
-    beside = {"contract", "names", "backends.launch"}
+        if room(name) == "kernels":
+            assert {room(other) for other in graph()[name]} <= {"kernels", "contract", "names", *COMPILED}, name
+    beside = {"contract", "names", "kernels.launch"}
     for name in graph():
-        if name.startswith("backends.triton"):
-            others = {other for other in graph()[name] if not other.startswith("backends.triton")}
-            assert others <= beside | ({"backends.pytorch.backend"} if name == "backends.triton.backend" else set()), (
-                name
-            )
+        if name.startswith("kernels.triton"):
+            others = {other for other in graph()[name] if not other.startswith("kernels.triton")}
+            assert others <= beside | ({"kernels.torch.backend"} if name == "kernels.triton.backend" else set()), name
 
 
 # --- C++ --------------------------------------------------------------------------------------------------------------
@@ -176,7 +174,7 @@ def test_importing_is_light():
         """
 import sys, torch
 before = set(sys.modules)
-import grpo_kernels, grpo_kernels.reference, grpo_kernels.engine.loss_op
+import grpo_kernels, grpo_kernels.reference, grpo_kernels.head.loss_op
 print(torch.cuda.is_initialized())
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new & {"triton", "transformers", "matplotlib", "tqdm"}))

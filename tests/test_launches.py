@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime import interpreter
 
 import grpo_kernels as gk
-from grpo_kernels.engine import kept, loss_op
+from grpo_kernels.head import kept, loss_op
 
 PRODUCTS = ("mm", "addmm", "addmm_")
 # They run no kernel; torch.where makes a tensor of a number on the host.
@@ -40,7 +40,7 @@ class Launches(TorchDispatchMode):
 def launches(monkeypatch):
     """As on a GPU, which is not asked for what may be wrong in the data, and without the mode seen by the engine."""
     for name in ("loss_op.check_values", "loss_op.check_token_values", "kept.check_kept_ids"):
-        monkeypatch.setattr(f"grpo_kernels.engine.{name}", lambda *given: None)
+        monkeypatch.setattr(f"grpo_kernels.head.{name}", lambda *given: None)
     monkeypatch.setattr(loss_op, "takes_operator", lambda hidden, **given: False)
     monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
     monkeypatch.setitem(kept.WIDTHS, "cpu", kept.WIDTHS["cuda"])

@@ -11,7 +11,7 @@ from helpers import good_calls, make_batch
 from torch import Tensor, nn
 
 import grpo_kernels as gk
-from grpo_kernels.backends import get_backend
+from grpo_kernels.kernels import get_backend
 
 FROM_HIDDEN = [name for name, given in good_calls().items() if "completion_ids" in given and "hidden" in given]
 

@@ -10,8 +10,8 @@ from helpers import make_batch
 from test_chunks import meta_head
 
 import grpo_kernels as gk
-from grpo_kernels.engine import products
-from grpo_kernels.engine.lm_head import Rows
+from grpo_kernels.head import products
+from grpo_kernels.head.lm_head import Rows
 
 META = torch.device("meta")
 HALF = (torch.bfloat16, torch.float16)

@@ -109,7 +109,7 @@ def test_links_and_files(name):
     text = read(name)
     targets = [(ROOT / name).parent / target for target in re.findall(r"\]\(([^)#:]+)[)#]", text)]
     targets += [ROOT / target for target in re.findall(r"`((?:grpo_kernels|csrc|tests|python|bench)/[\w./]*)`", text)]
-    inside = re.findall(r"`((?:engine|backends|commands|benchmarks)/[\w./]*)`", text)
+    inside = re.findall(r"`((?:head|kernels|commands|benchmarks)/[\w./]*)`", text)
     targets += [ROOT / "grpo_kernels" / target for target in inside]
     assert targets and not [target for target in targets if not target.exists()]
 
@@ -120,7 +120,7 @@ def test_map_of_files():
     named = set(re.findall(r"\b\w+\.py\b", section.split("csrc/")[0])) - {"__init__.py"}
     package = ROOT / "grpo_kernels"
     assert named <= {path.name for path in package.rglob("*.py")}
-    for folder in (".", "engine", "backends", "backends/pytorch", "backends/compiled", "commands"):
+    for folder in (".", "head", "kernels", "kernels/torch", "kernels/compiled", "commands"):
         modules = {path.name for path in (package / folder).glob("*.py")} - {"__init__.py", "__main__.py"}
         assert modules <= named, folder
     assert set(re.findall(r"\w+\.h\b", section)) <= {path.name for path in (ROOT / "csrc").rglob("*.h")}

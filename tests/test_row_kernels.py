@@ -17,9 +17,9 @@ import torch
 from emulator import H200
 
 from grpo_kernels import contract
-from grpo_kernels.backends import get_backend
-from grpo_kernels.backends.compiled import cpu as cpu_backend
-from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.kernels import get_backend
+from grpo_kernels.kernels.compiled import cpu as cpu_backend
+from grpo_kernels.kernels.torch.backend import TorchBackend
 from grpo_kernels.names import KernelParams
 
 CPU, reason = cpu_backend.load()
@@ -58,8 +58,8 @@ def kernels(request, monkeypatch):
             yield kernels
     elif request.param == "triton":
         kernels = get_backend("triton")
-        from grpo_kernels.backends.launch import RowLaunch
-        from grpo_kernels.backends.triton import rows
+        from grpo_kernels.kernels.launch import RowLaunch
+        from grpo_kernels.kernels.triton import rows
 
         def blocks(kernel, device, vocab, dtype):
             return RowLaunch(32, max(64, 1 << (vocab // 8).bit_length()), 1)
@@ -94,7 +94,7 @@ def test_instruction_sets_are_those_of_the_processor():
 
 ISA_FROM_ENVIRONMENT = """
 import os
-from grpo_kernels.backends.compiled.cpu import load
+from grpo_kernels.kernels.compiled.cpu import load
 
 for os.environ["GRPO_KERNELS_CPU_ISA"] in ("bogus", "baseline"):  # read until it names one
     backend, reason = load()
@@ -174,7 +174,7 @@ import os, sys
 import torch
 sys.path.insert(0, "tests")
 import kernel_checks as c
-from grpo_kernels.backends import get_backend
+from grpo_kernels.kernels import get_backend
 from grpo_kernels.names import KernelParams
 
 torch.set_num_threads(2)
@@ -304,7 +304,7 @@ def test_a_dweight_larger_than_the_caches(kernels, dtype, shift):
 @pytest.mark.parametrize("dtype", c.DTYPES)
 def test_kept_ids_in_torch(monkeypatch, dtype):
     """In pieces of less than a row, and all at once."""
-    from grpo_kernels.backends.pytorch import kept
+    from grpo_kernels.kernels.torch import kept
 
     c.check_kept_ids(get_backend("torch"), torch.int32)
 

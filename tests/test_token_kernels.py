@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from grpo_kernels import names
-from grpo_kernels.backends import get_backend
-from grpo_kernels.backends.pytorch.plan import plan_tokens
+from grpo_kernels.kernels import get_backend
+from grpo_kernels.kernels.torch.plan import plan_tokens
 from grpo_kernels.contract import TokenInputs
 from grpo_kernels.names import COLUMNS, FIELD, KernelParams, PlanRules
 
@@ -154,7 +154,7 @@ def test_offsets_that_were_not_checked_stay_among_the_tokens(kernels, given):
 def test_plan_of_more_blocks_than_are_scanned_at_once(kernels, monkeypatch):
     """Places in the order, across many blocks and sequences."""
     if kernels.name == "triton":
-        from grpo_kernels.backends.triton import plan
+        from grpo_kernels.kernels.triton import plan
 
         monkeypatch.setattr(plan, "ADDED_AT_ONCE", 2)
     draw = c.Draw(0)

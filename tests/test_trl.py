@@ -24,7 +24,7 @@ import trl_parity as parity
 from trl.trainer import utils as trl_utils
 
 import grpo_kernels as gk
-from grpo_kernels.engine import kept
+from grpo_kernels.head import kept
 from grpo_kernels.integrations import trl as integration
 
 CASES = parity.CASES

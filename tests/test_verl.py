@@ -15,7 +15,7 @@ import verl_package
 from verl_package import ActorConfig as Actor
 
 from grpo_kernels import GRPOConfig
-from grpo_kernels.engine import kept
+from grpo_kernels.head import kept
 
 B, T, H, V = 5, 8, 16, 64
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]

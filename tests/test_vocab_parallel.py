@@ -46,7 +46,7 @@ from torch import Tensor, distributed
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
 from grpo_kernels.contract import SparseRule
-from grpo_kernels.engine import kept, sparse, vocab_parallel
+from grpo_kernels.head import kept, sparse, vocab_parallel
 from grpo_kernels.integrations.sequence_parallel import gather_tokens
 
 VOCAB = 67

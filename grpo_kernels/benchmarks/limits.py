@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.memory import default_logits_dtype, rows_of_chunk
+from ..head.memory import default_logits_dtype, rows_of_chunk
 from .cases import DTYPES, MODES, Case, make_case
 from .show import table
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..backends import candidates, unavailable_reason
+from ..kernels import candidates, unavailable_reason
 from ..benchmarks.reference import relative_error
 from ..config import SURROGATE_RULES, GRPOConfig
 from ..loss import fused_grpo_loss

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..backends import registered_backends
-from ..backends.launch import TUNABLE, tuned_path
-from ..backends.triton import interpreted, why_unusable
+from ..kernels import registered_backends
+from ..kernels.launch import TUNABLE, tuned_path
+from ..kernels.triton import interpreted, why_unusable
 from ..benchmarks import command as benchmark
 from ..trainer import missing_packages
 
@@ -104,7 +104,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     if reason:
         print(f"tune measures on a GPU, which is not possible here: {reason}", file=sys.stderr)
         return 2
-    from ..backends.triton.tune import Head, TableError, tune
+    from ..kernels.triton.tune import Head, TableError, tune
 
     dtype = getattr(torch, arguments.dtype)
     head = Head(arguments.width, arguments.vocab, dtype, arguments.rows, torch.device("cuda"))

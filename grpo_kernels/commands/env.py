@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..backends import auto_choice, candidates, registered_backends, unavailable_reason
-from ..backends.compiled.cpu import load as load_cpu
-from ..backends.compiled.cuda import compiled_module, version
-from ..backends.launch import tuned_path
+from ..kernels import auto_choice, candidates, registered_backends, unavailable_reason
+from ..kernels.compiled.cpu import load as load_cpu
+from ..kernels.compiled.cuda import compiled_module, version
+from ..kernels.launch import tuned_path
 from ..benchmarks.machine import driver_version, package_version, processor
 
 # Variables that change what runs here, besides our own GRPO_KERNELS_*.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..checks.plain import check_plain
-from ..engine.vocab_parallel import check_group, exchange
+from ..head.vocab_parallel import check_group, exchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

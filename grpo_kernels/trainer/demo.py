@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..engine.products import cpu_multiplies
+from ..head.products import cpu_multiplies
 from .records import counted
 from .report import read_lines, read_object
 from .smollm2 import smollm2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from grpo_kernels.backends.compiled.cuda import CudaBackend
+from grpo_kernels.kernels.compiled.cuda import CudaBackend
 
 from .build import ROOT, build_module, build_sanitized, few_types
 

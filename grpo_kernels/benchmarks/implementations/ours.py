@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 
 from ... import GRPOConfig, TopKTeacher, fused_distillation_loss, fused_grpo_loss, fused_logps
-from ...backends import get_backend, registered_backends, unavailable_reason
-from ...backends.launch import STRATEGIES, VARIABLE
+from ...kernels import get_backend, registered_backends, unavailable_reason
+from ...kernels.launch import STRATEGIES, VARIABLE
 from ...teacher import Teacher, TopKMode
 from ..inputs import EPSILON, Inputs, nearby
 from .base import Result, Step, Unsupported, gradients, implementation

@@ -303,7 +303,7 @@ def order_kernel(scored, active, offsets, block_counts, order, counts, blocks, t
 
 
 def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool) -> PlannedTokens:
-    """What pytorch/plan.py computes, in float32: two launches, and a third for the order."""
+    """What torch/plan.py computes, in float32: two launches, and a third for the order."""
     shape, device, tokens = ids.shape, ids.device, ids.numel()
     offsets = inputs.cu_seqlens
     sequences = shape[0] if offsets is None else offsets.numel() - 1

@@ -1,6 +1,6 @@
 """The plan of one call: which tokens count, their row table and weights. All O(N).
 
-A backend's `plan` kernel fills the table; backends/pytorch/plan.py says what it computes. This file has the
+A backend's `plan` kernel fills the table; kernels/torch/plan.py says what it computes. This file has the
 rest: which options are there, and what follows from the configuration alone.
 """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...contract import KeptPairs, contiguous_rows
 from ...names import INTERFACE
-from ..pytorch.backend import scale_in_pieces
+from ..torch.backend import scale_in_pieces
 from .base import CompiledBackend, Result
 
 

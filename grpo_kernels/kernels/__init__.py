@@ -14,7 +14,7 @@ from .triton import interpreted, why_unusable
 
 
 def _load_torch() -> tuple[Backend | None, str]:
-    from .pytorch.backend import TorchBackend
+    from .torch.backend import TorchBackend
 
     return TorchBackend(), ""
 

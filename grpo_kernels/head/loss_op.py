@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional, Union, cast
 import torch
 from torch import Tensor
 
-from ..backends import get_backend
+from ..kernels import get_backend
 from ..checks.arguments import check_offsets, check_token_values, check_values
 from ..checks.plain import stored
 from ..config import GRPOConfig, config_from_key

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...contract import Backend
 from ..launch import STRATEGIES, architecture, best_first, shipped_table
-from ..pytorch.backend import add_rows
+from ..torch.backend import add_rows
 from . import kept, rows, sequences, sparse, teacher, tokens
 from .anchored import anchored
 from .linear_logp import linear_logp

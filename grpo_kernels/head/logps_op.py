@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..backends import get_backend
+from ..kernels import get_backend
 from ..checks.arguments import check_temperature, check_values
 from ..checks.plain import check_gathered, stored
 from ..config import DEFAULT_CONFIG, GRPOConfig

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...contract import HeadChunk, KeptPairs, RowStats, chunk_row_stride, contiguous_rows
 from ...names import INTERFACE
 from ..launch import best_first
-from ..pytorch.backend import add_rows
+from ..torch.backend import add_rows
 from .base import Argument, CompiledBackend, Result
 
 OLDEST_CAPABILITY = 80

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.pytorch.kept import padded
+from ..kernels.torch.kept import padded
 from ..contract import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
 from .kept import most_kept, places_of, split
 from .lm_head import LMHead

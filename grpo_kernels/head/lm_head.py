@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..backends.launch import choose_strategy
+from ..kernels.launch import choose_strategy
 from ..checks.plain import stored
 from ..contract import Backend, KeptPairs, RowGradients, Rows
 from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
@@ -53,7 +53,7 @@ class LMHead:
     ranks have the same chunks, and dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside
     those of each chunk. `keep` (N,) bool: padding is computed along with the rest, and its hidden states, which may
     hold anything, count as 0.
-    `strategy`: see backends/launch.py. `gradient_scale`: where gradients of logits are float16, the power of two that
+    `strategy`: see kernels/launch.py. `gradient_scale`: where gradients of logits are float16, the power of two that
     dlogits, dweight and dbias hold as a factor; dhidden does not.
     """
 
