@@ -298,8 +298,8 @@ DEFAULT_STAGES = ("build", "check", "tests", "headline", "products")
 def probe(name: str, device_name: str, shapes: Sequence[str]) -> None:
     import torch
 
-    from grpo_kernels.kernels import registered_backends, unavailable_reason
     from grpo_kernels.benchmarks.machine import environment
+    from grpo_kernels.kernels import registered_backends, unavailable_reason
 
     device = torch.device(device_name)
     if name == "environment":

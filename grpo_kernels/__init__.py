@@ -6,9 +6,9 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch can do without it, and so can this package
     import torch
 
-from .kernels import available_backends
 from .config import GRPOConfig, available_presets
 from .distillation import DistillationOutput, fused_distillation_loss, fused_divergence
+from .kernels import available_backends
 from .logps import fused_logps
 from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .output import GRPOLossOutput

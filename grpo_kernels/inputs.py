@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .kernels import choose_backend
 from .checks.arguments import (
     check_config,
     check_lm_head,
@@ -34,6 +33,7 @@ from .config import (
 from .contract import Sums, TokenInputs
 from .head.logps_op import Inputs, LogpsCall, LogpsTokens
 from .head.shared import table_dtype
+from .kernels import choose_backend
 from .rewards import check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .teacher import Teacher, TopKTeacher, check_teacher

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.kernels.triton.anchored import anchored
-from grpo_kernels.kernels.triton.backend import TritonBackend
-from grpo_kernels.kernels.triton.linear_logp import linear_logp
 from grpo_kernels.contract import (
     HeadChunk,
     KeptIds,
@@ -34,6 +31,9 @@ from grpo_kernels.contract import (
     no_values,
 )
 from grpo_kernels.head.kept import most_kept
+from grpo_kernels.kernels.triton.anchored import anchored
+from grpo_kernels.kernels.triton.backend import TritonBackend
+from grpo_kernels.kernels.triton.linear_logp import linear_logp
 from grpo_kernels.names import DIVERGENCES, FIELD, TABLE_FIELDS, KernelParams, PlanRules, TeacherParams
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257

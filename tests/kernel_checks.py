@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import reference
-from grpo_kernels.kernels.torch import coefficients
-from grpo_kernels.kernels.torch.plan import plan_tokens
-from grpo_kernels.kernels.torch.sums import column_sums
 from grpo_kernels.contract import (
     KeptIds,
     KeptPairs,
@@ -33,6 +30,9 @@ from grpo_kernels.contract import (
     TokenValues,
     no_values,
 )  # fmt: skip
+from grpo_kernels.kernels.torch import coefficients
+from grpo_kernels.kernels.torch.plan import plan_tokens
+from grpo_kernels.kernels.torch.sums import column_sums
 from grpo_kernels.names import (
     AGGREGATIONS,
     FIELD,

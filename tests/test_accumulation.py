@@ -22,11 +22,11 @@ from helpers import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
+from grpo_kernels.config import AGGREGATIONS
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.torch import backend as torch_backend
 from grpo_kernels.kernels.triton import scale as triton_scale
-from grpo_kernels.config import AGGREGATIONS
-from grpo_kernels.head.lm_head import LMHead
 
 PARTS = slice(0, 1), slice(1, 4)
 

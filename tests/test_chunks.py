@@ -24,12 +24,12 @@ from helpers import (
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.compiled.cpu import CpuBackend
 from grpo_kernels.contract import chunk_row_stride
 from grpo_kernels.head import lm_head, memory
 from grpo_kernels.head.dweight import WeightGradient
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.kernels import get_backend
+from grpo_kernels.kernels.compiled.cpu import CpuBackend
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16

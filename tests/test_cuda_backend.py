@@ -15,10 +15,10 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import kernels as backends
+from grpo_kernels.contract import no_values
 from grpo_kernels.kernels import choose_backend, get_backend
 from grpo_kernels.kernels import triton as kernels
 from grpo_kernels.kernels.compiled import cuda as cuda_backend
-from grpo_kernels.contract import no_values
 from grpo_kernels.names import INTERFACE, KernelParams
 
 NAME = "grpo_kernels._cuda"

@@ -29,8 +29,8 @@ from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 from test_teacher import make_teacher, make_top_k
 
 import grpo_kernels as gk
-from grpo_kernels.kernels import get_backend
 from grpo_kernels.head import kept
+from grpo_kernels.kernels import get_backend
 from grpo_kernels.names import DIVERGENCES
 
 pytestmark = pytest.mark.gpu

@@ -15,11 +15,11 @@ import torch
 from kernel_checks import make_table, single_pass
 from torch import Tensor
 
+from grpo_kernels.contract import HeadChunk, RowStats
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.launch import matmul_launch, trial
 from grpo_kernels.kernels.torch.backend import TorchBackend
 from grpo_kernels.kernels.triton import matmul
-from grpo_kernels.contract import HeadChunk, RowStats
 from grpo_kernels.names import FIELD, KL_ESTIMATORS, SURROGATES, KernelParams
 
 Kernels = Any

@@ -36,9 +36,9 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import SamplingMask
-from grpo_kernels.kernels import get_backend
 from grpo_kernels.checks import arguments as validate
 from grpo_kernels.head import kept
+from grpo_kernels.kernels import get_backend
 from grpo_kernels.reference import kept_ids
 
 B, T, V = 3, 7, 61

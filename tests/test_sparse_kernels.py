@@ -11,9 +11,9 @@ import torch
 from test_row_kernels import ISAS, instruction_set
 from torch import Tensor
 
+from grpo_kernels.contract import LogitChunk, RowGradients, Rows, SparseRows, SparseRule, no_values
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.torch import sparse
-from grpo_kernels.contract import LogitChunk, RowGradients, Rows, SparseRows, SparseRule, no_values
 from grpo_kernels.names import SPARSE_ONE, KernelParams
 
 TORCH = get_backend("torch")

@@ -11,10 +11,10 @@ from helpers import call, call_counter, fused, make_batch, off_policy, true_logp
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
-from grpo_kernels.kernels import get_backend, launch
-from grpo_kernels.kernels.launch import shipped_table
 from grpo_kernels.head.chunks import Scorer
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.kernels import get_backend, launch
+from grpo_kernels.kernels.launch import shipped_table
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from grpo_kernels import names
+from grpo_kernels.contract import TokenInputs
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.torch.plan import plan_tokens
-from grpo_kernels.contract import TokenInputs
 from grpo_kernels.names import COLUMNS, FIELD, KernelParams, PlanRules
 
 KERNELS = ("cpu", "triton", "cuda")

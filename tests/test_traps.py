@@ -27,8 +27,8 @@ from helpers import (
 )
 
 import grpo_kernels as gk
-from grpo_kernels.kernels import get_backend
 from grpo_kernels.config import SURROGATE_RULES
+from grpo_kernels.kernels import get_backend
 from grpo_kernels.names import FIELD, KL_ESTIMATORS, TABLE_FIELDS, KernelParams
 
 GARBAGE = (math.nan, math.inf, -math.inf, 3e38)

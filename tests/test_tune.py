@@ -11,10 +11,10 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from grpo_kernels.commands import cli
 from grpo_kernels.kernels import launch
 from grpo_kernels.kernels.launch import MatmulLaunch, RowLaunch, row_launch
 from grpo_kernels.kernels.triton import tune
-from grpo_kernels.commands import cli
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, DTYPE = 1000, torch.bfloat16

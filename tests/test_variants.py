@@ -35,9 +35,9 @@ from option_space import (
 
 import grpo_kernels as gk
 from grpo_kernels import reference as specification
-from grpo_kernels.kernels.torch import objective
 from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.head.chunks import Scorer
+from grpo_kernels.kernels.torch import objective
 from grpo_kernels.names import SURROGATES
 
 CASES = covering_array()

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..kernels import candidates, unavailable_reason
 from ..benchmarks.reference import relative_error
 from ..config import SURROGATE_RULES, GRPOConfig
+from ..kernels import candidates, unavailable_reason
 from ..loss import fused_grpo_loss
 from ..names import AGGREGATIONS, KL_ESTIMATORS, Aggregation, KLEstimator, Level, Surrogate
 from ..reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps

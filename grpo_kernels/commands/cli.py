@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..benchmarks import command as benchmark
 from ..kernels import registered_backends
 from ..kernels.launch import TUNABLE, tuned_path
 from ..kernels.triton import interpreted, why_unusable
-from ..benchmarks import command as benchmark
 from ..trainer import missing_packages
 
 TRAINING = {

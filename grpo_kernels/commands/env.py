@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..benchmarks.machine import driver_version, package_version, processor
 from ..kernels import auto_choice, candidates, registered_backends, unavailable_reason
 from ..kernels.compiled.cpu import load as load_cpu
 from ..kernels.compiled.cuda import compiled_module, version
 from ..kernels.launch import tuned_path
-from ..benchmarks.machine import driver_version, package_version, processor
 
 # Variables that change what runs here, besides our own GRPO_KERNELS_*.
 VARIABLES = (

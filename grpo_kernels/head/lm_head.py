@@ -22,9 +22,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..kernels.launch import choose_strategy
 from ..checks.plain import stored
 from ..contract import Backend, KeptPairs, RowGradients, Rows
+from ..kernels.launch import choose_strategy
 from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
 from .dweight import WeightGradient, pieces
 from .memory import (

@@ -10,11 +10,11 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..kernels import get_backend
 from ..checks.arguments import check_temperature, check_values
 from ..checks.plain import check_gathered, stored
 from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..contract import TokenValues, no_values
+from ..kernels import get_backend
 from ..names import VALUE_FIELDS, KernelParams
 from ..teacher import Teacher, TopKTeacher
 from .backward import refuse_double_backward

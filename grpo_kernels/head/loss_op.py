@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Optional, Union, cast
 import torch
 from torch import Tensor
 
-from ..kernels import get_backend
 from ..checks.arguments import check_offsets, check_token_values, check_values
 from ..checks.plain import stored
 from ..config import GRPOConfig, config_from_key
 from ..contract import Backend, Sums, TokenInputs
+from ..kernels import get_backend
 from ..names import FIELD, MASK_SUMS, SPARSE_SUMS
 from ..teacher import Teacher, TopKTeacher
 from .backward import FinishedGradients, finish_in_forward, refuse_double_backward, times, waiting_dtype

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.torch.kept import padded
 from ..contract import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
+from ..kernels.torch.kept import padded
 from .kept import most_kept, places_of, split
 from .lm_head import LMHead
 
