@@ -1,0 +1,282 @@
+"""A backend is a table of operations over the vocabulary; this file says what each receives and writes.
+
+N tokens of a batch, C rows of a chunk of logits, V vocabulary. Row operations find what belongs to a token by the
+token's place in the batch, so nothing per token is gathered or scattered. No operation but `objective` knows a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SPARSE_ONE = 2**31  # one in the fixed-point running sum of sparse gradients, which a kernel keeps modulo this
+
+
+def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
+    """Elements from one row of the scratch to the next.
+
+    On a GPU each row starts on 16 bytes, whatever the vocabulary: 8 elements would do, but Triton's compiler only keeps
+    track of whether 16 divides an integer. On a CPU rows that lie a multiple of 4 KiB apart would share few sets of a
+    cache: a product of (1024, 49152) and (49152, 576) in bfloat16 took 62 ms with them, and 53 with 128 bytes between.
+    """
+    if device.type != "cpu":
+        return -(-vocab_size // 16) * 16
+    return vocab_size if vocab_size % 2048 else vocab_size + 64
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Returns the matrix, or a copy if its rows are not contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@dataclass(init=False)  # not frozen, which takes twice as long to make: a call makes several
+class Rows:
+    """A chunk of tokens: `index` (C,) int64 into the batch, or None for the range [start, stop)."""
+
+    start: int
+    stop: int
+    index: Tensor | None
+    count: int
+
+    def __init__(self, start: int, stop: int, index: Tensor | None = None) -> None:
+        self.start, self.stop, self.index, self.count = start, stop, index, stop - start
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Returns the chunk's part of a per-token tensor; a view where the chunk is a range."""
+        if self.index is None:
+            return x if self.count == x.shape[dim] else x.narrow(dim, self.start, self.count)
+        return x.index_select(dim, self.index)
+
+    def put(self, destination: Tensor, values: Tensor, dim: int = 0) -> None:
+        """Writes the chunk's values into a per-token tensor."""
+        if self.index is None:
+            destination.narrow(dim, self.start, self.count).copy_(values)
+        else:
+            destination.index_copy_(dim, self.index, values)
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """Returns the places in the batch, (C,) int64."""
+        return torch.arange(self.start, self.stop, device=device) if self.index is None else self.index
+
+    def split(self, size: int) -> list[Rows]:
+        """Returns parts of `size` rows, of which the last may be shorter."""
+        if self.count <= size:
+            return [self] if self.count else []
+        return [
+            Rows(self.start + first, self.start + last, None if self.index is None else self.index[first:last])
+            for first in range(0, self.count, size)
+            for last in (min(first + size, self.count),)
+        ]
+
+
+class Statistics(NamedTuple):
+    """Log-probability of the sampled id, log-sum-exp and entropy, nats: of all tokens (N,) or of some rows (C,).
+
+    logp and entropy are float32 (float64 from float64 inputs). lse is float64: logits near 1e4 leave a float32 one an
+    error of 1e-3, and the probabilities of the gradient with it.
+    """
+
+    logp: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+    @classmethod
+    def empty(cls, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Statistics:
+        """Returns memory to be filled, in these types whatever torch.set_default_dtype says."""
+        dtypes = dtype, torch.float64, dtype
+        return cls(*(torch.empty(count, dtype=dtype, device=device) for dtype in dtypes))
+
+    @classmethod
+    def zeros(cls, count: int, device: torch.device, dtype: torch.dtype) -> Statistics:
+        return cls(*(x.zero_() for x in cls.empty(count, device, dtype)))
+
+
+class LogitTransform(NamedTuple):
+    """z = softcap tanh(logit_scale u / softcap) / temperature, or logit_scale u / temperature; u = logits + bias."""
+
+    logit_scale: float = 1.0
+    softcap: float = 0.0  # 0: no softcap
+
+
+class TeacherTransform(NamedTuple):
+    """The same of a teacher's logits, and which divergence to its distribution is computed."""
+
+    divergence: str = "reverse_kl"  # one of names.DIVERGENCES
+    divergence_beta: float = 0.5  # of "jsd": the teacher's share of the mixture
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+
+
+class TeacherLogits(NamedTuple):
+    """The teacher's logits of a chunk's rows, and what row operations read and write of its tokens.
+
+    A row operation that has them computes the divergence too, and adds its gradient to d loss / d logits.
+    """
+
+    logits: Tensor  # (C, V), contiguous rows at any stride
+    bias: Tensor | None  # (V,) in float32 or better
+    transform: TeacherTransform
+    weight: Tensor  # (N,) d loss / d divergence, in the type of Statistics.logp like the next two
+    divergence: Tensor  # (N,) nats
+    offset: Tensor  # (N,) nats: the divergence, "jsd": KL of the policy to the mixture; "forward_kl": not read
+    lse: Tensor  # (N,) float64 nats, of the teacher
+
+
+class LogitChunk(NamedTuple):
+    """Logits of some rows, and what row operations read and write of their tokens."""
+
+    logits: Tensor  # (C, V), contiguous rows at any stride
+    rows: Rows  # whose logits these are
+    ids: Tensor  # (N,) int64, the sampled ids of the batch; outside of [0, V): there is none, and logp is NaN
+    temperature: Tensor  # (N,)
+    stats: Statistics  # (N,): statistics are written here, and lse and entropy read for the gradient
+    transform: LogitTransform
+    bias: Tensor | None = None  # (V,) in float32 or better, added to the logits as they are read
+    teacher: TeacherLogits | None = None
+
+
+class HeadChunk(NamedTuple):
+    """Hidden states of some rows, for a product with the softmax in its epilogue, and what belongs to their tokens."""
+
+    hidden: Tensor  # (C, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    ids: Tensor  # (C,) int64
+    temperature: Tensor  # (C,)
+    transform: LogitTransform
+
+
+class RowGradients(NamedTuple):
+    """Where a row operation writes d loss / d logits."""
+
+    dlogits: Tensor  # (C, V), may start where the logits do
+    rounding_error: Tensor | None = None  # (C,) receives what rounding took from the sampled ids' entries
+
+
+class TokenMask(NamedTuple):
+    """A SamplingMask, flat; or the part of it that lies in a slice of the vocabulary."""
+
+    ids: Tensor  # (M,) int32 or int64, contiguous
+    counts: Tensor  # (N,) how many each token has
+    ends: Tensor  # (N,) int64: where those of each token end
+
+    @property
+    def firsts(self) -> Tensor:
+        """(N,) int64: where those of each token begin."""
+        return self.ends - self.counts
+
+
+class KeptIds(NamedTuple):
+    """Ids that truncated sampling kept for some tokens, the sampled ones among them."""
+
+    rows: Rows  # the tokens, by an index
+    ids: Tensor  # (C, K) int32, -1 in the places that a token does not use, which come last; gradients there may be
+    # anything. 4 divides K
+
+
+class KeptRows(NamedTuple):
+    """What `kept_ids` writes of some tokens."""
+
+    kept: KeptIds
+    token_of: Tensor  # (C, K) int32: the token of each place
+    columns: Tensor  # (N,) int64: the place of the token's sampled id in its row; -1 where the row does not have it, or
+    # an id is not in the vocabulary, which gives NaN
+    added: Tensor  # (C,) bool: the sampled id was not among the kept ones
+
+
+class KeptPairs(NamedTuple):
+    """All pairs of a token and an id that was kept for it."""
+
+    ids: Tensor  # (M,) int32, -1 where a place is not used
+    token_of: Tensor  # (M,) int32
+
+    def by_id(self, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Returns (starts (V + 1,), pairs (M,)) int64: pairs[starts[v] : starts[v + 1]] are those of id v, in their
+        order."""
+        ids, order = self.ids.sort(stable=True)
+        bounds = torch.arange(vocab_size + 1, dtype=ids.dtype, device=ids.device)
+        return torch.searchsorted(ids, bounds), order
+
+
+class SparseRule(NamedTuple):
+    """How a row of d loss / d logits becomes pairs of an id and a number: systematic sampling.
+
+    s = logit_scale / temperature (|dlogp| + |dentropy|) is the scale of the row. Kept as they are: the sampled id's
+    entry, those of at least theta s, and NaN. The shares |v| / (theta s) of the others are added up in the order of the
+    ids, and an entry becomes sign(v) theta s where the sum passes an integer minus u; else it is 0. u in [0, 1) is a
+    hash of the token's place in the batch, of its log-sum-exp and of `first_id`. Shares are rounded to whole units of
+    1 / SPARSE_ONE: any order of adding gives the same bits.
+    """
+
+    theta: float
+    first_id: int = 0  # of a slice of the vocabulary
+
+
+class SparseRows(NamedTuple):
+    """Where a row operation writes the pairs. Places beyond a row's count may hold anything."""
+
+    ids: Tensor  # (C, K) int32, ascending
+    values: Tensor  # (C, K) float32, or float64 for float64 inputs
+    counts: Tensor  # (C,) int32; K + 1 where there are more than K, of which none can be used
+
+    def part(self, first: int, last: int) -> SparseRows:
+        return SparseRows(*(x[first:last] for x in self))
+
+
+def _always(device: torch.device) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The operations of one backend. What it lacks it has from another table by `dataclasses.replace`; operations that
+    may be None are ways that head/ takes where they are there.
+
+    statistics(chunk: LogitChunk): writes logp, lse and entropy; with a teacher its divergence, offset and lse.
+    gradient(chunk: LogitChunk, dlogp (N,), dentropy (N,), out: RowGradients): writes d loss / d logits, from d loss /
+        d logp, d loss / d entropy and the statistics.
+    exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> unit (C,) float32: writes the statistics
+        and e^(z - z_id), such that -dlogp * unit times a row of `out` is d loss / d logits where no gradient goes
+        through the entropy. One read of the logits, over whose front `out` may lie. `head` is what the logits are a
+        product of, for rows that have to be computed again.
+    fused_exponentials(head: HeadChunk, out (C, V) bfloat16) -> (Statistics (C,), unit (C,)): the same from the epilogue
+        of the product, without logits.
+    fused_logp(head: HeadChunk, entropy: bool) -> Statistics (C,): without logits. entropy: whether it is wanted.
+    sparse_gradient(chunk, dlogp (N,), dentropy (N,), rule: SparseRule, out: SparseRows): `gradient` by this rule; the
+        logits stay as they are. No pairs for a token without a gradient.
+    kept_ids(mask: TokenMask, sampled (N,), own: range, vocab_size: int, found: KeptRows): the kept ids of tokens, less
+        than K each, that are rows `own` of the whole vocabulary, as rows of the weight; the sampled one, wherever it is
+        missing, behind them. `mask`: whole, and not of a slice. No address depends on what an id is.
+    kept_logits(hidden (N, H), weight (V, H), bias (V,) | None, kept: KeptIds, logits (C, K)): logits of kept ids,
+        float32 or float64, -inf in places that are not used.
+    kept_dhidden(dlogits (C, K), weight, kept: KeptIds, dhidden (N, H)): writes the tokens' rows of dhidden.
+    kept_dweight(dlogits (M,), hidden, pairs: KeptPairs, dweight (V, H), add=bool): dweight from all pairs: added, or
+        written, 0 for ids without a pair.
+    scale(x, factor): x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once.
+    add_rows(target (V, H), ids (C,), scale (C,), rows (C, H)): target[ids] += scale * rows, one sum in float32 per id.
+        On a CPU only: products of a GPU need no correction.
+    """
+
+    name: str
+    statistics: Callable[..., None]
+    gradient: Callable[..., None]
+    sparse_gradient: Callable[..., None]
+    kept_ids: Callable[..., None]
+    kept_logits: Callable[..., None]
+    kept_dhidden: Callable[..., None]
+    kept_dweight: Callable[..., None]
+    scale: Callable[[Tensor, Tensor], None]
+    add_rows: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    exponentials: Callable[..., Tensor] | None = None
+    fused_exponentials: Callable[..., tuple[Statistics, Tensor]] | None = None
+    fused_logp: Callable[..., Statistics] | None = None
+    objective: Callable[..., Any] | None = None
+    # Which of the two fused products serve (hidden (..., H), weight (V, H)), and pay on this GPU.
+    fused_products: Callable[[Tensor, Tensor], tuple[str, ...]] | None = None
+    takes_teachers: bool = True
+    # Why these operations cannot run on this device, of a type that the registry has for them; or nothing.
+    unavailable_reason: Callable[[torch.device], str] = _always
