@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...contract import KeptIds, KeptPairs, KeptRows, TokenMask
+from ..operations import KeptIds, KeptPairs, KeptRows, TokenMask
 
 PIECE_ELEMENTS = 2**24
 

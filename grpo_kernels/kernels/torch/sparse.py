@@ -1,12 +1,11 @@
-"""Rows of d loss / d logits as pairs of an id and a number, in torch: systematic sampling, see contract.SparseRule."""
+"""Rows of d loss / d logits as pairs of an id and a number, in torch: systematic sampling, see operations.SparseRule."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...contract import SparseRows, SparseRule
-from ...names import SPARSE_ONE
+from ..operations import SPARSE_ONE, SparseRows, SparseRule
 
 _WORD = 2**32 - 1
 

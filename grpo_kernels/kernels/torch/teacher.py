@@ -12,18 +12,16 @@ import math
 import torch
 from torch import Tensor
 
-from ...contract import LogitChunk, Rows, TeacherLogits
-from ...names import TeacherParams
+from ..operations import Rows, TeacherLogits, TeacherTransform
 from .transform import minus_lse, transformed
 
 
-def put_divergence(chunk: LogitChunk, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> None:
+def put_divergence(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> None:
     """Writes the divergence, its offset and the teacher's log-sum-exp of a chunk's tokens. log_p (C, V)."""
-    rows, values = chunk.rows, chunk.values
-    z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.params)
+    z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
     lse = z.double().logsumexp(-1)
     log_q = minus_lse(z, lse)
-    params = teacher.params
+    params = teacher.transform
     if params.divergence == "reverse_kl":
         divergence = offset = _kl(log_p, log_q)
     elif params.divergence == "forward_kl":
@@ -32,7 +30,7 @@ def put_divergence(chunk: LogitChunk, teacher: TeacherLogits, log_p: Tensor, tem
         log_m = _log_mixture(log_p, log_q, params)
         offset = _kl(log_p, log_m)
         divergence = params.divergence_beta * _kl(log_q, log_m) + (1 - params.divergence_beta) * offset
-    rows.put(values.divergence, divergence.to(values.columns.dtype))
+    rows.put(teacher.divergence, divergence.to(teacher.divergence.dtype))
     rows.put(teacher.offset, offset.to(teacher.offset.dtype))
     rows.put(teacher.lse, lse)
 
@@ -40,8 +38,8 @@ def put_divergence(chunk: LogitChunk, teacher: TeacherLogits, log_p: Tensor, tem
 def divergence_gradient(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> Tensor:
     """(C, V): weight times dD / dz, 0 where the weight is. log_p (C, V)."""
     weight, offset, lse = (rows.take(x)[:, None] for x in (teacher.weight, teacher.offset, teacher.lse))
-    z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.params)
-    log_q, p, params = minus_lse(z, lse.squeeze(1)), log_p.exp(), teacher.params
+    z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
+    log_q, p, params = minus_lse(z, lse.squeeze(1)), log_p.exp(), teacher.transform
     if params.divergence == "forward_kl":
         slope = p - log_q.exp()
     else:
@@ -63,6 +61,6 @@ def _difference(log_a: Tensor, log_b: Tensor) -> Tensor:
     return (log_a - log_b).masked_fill_(log_a == -torch.inf, 0.0)
 
 
-def _log_mixture(log_p: Tensor, log_q: Tensor, params: TeacherParams) -> Tensor:
+def _log_mixture(log_p: Tensor, log_q: Tensor, params: TeacherTransform) -> Tensor:
     b = params.divergence_beta
     return torch.logaddexp(log_p + math.log(1 - b), log_q + math.log(b))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...names import KernelParams, TeacherParams
+from ..operations import LogitTransform, TeacherTransform
 
 
 def transformed(
-    logits: Tensor, bias: Tensor | None, temperature: Tensor, params: KernelParams | TeacherParams
+    logits: Tensor, bias: Tensor | None, temperature: Tensor, params: LogitTransform | TeacherTransform
 ) -> tuple[Tensor, Tensor | None]:
     """(z = softcap(scale * (logits + bias)) / temperature (C,), the softcap's derivative or None); z is a copy."""
     dtype = torch.promote_types(logits.dtype, torch.float32)

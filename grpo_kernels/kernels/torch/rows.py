@@ -1,0 +1,105 @@
+"""Row operations and small ones in plain PyTorch: the table that runs on any device, and the one for float64.
+
+Softmax statistics in float32 or better, whatever the type of the logits. Intermediates are as large as the chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..operations import LogitChunk, RowGradients, SparseRows, SparseRule, Statistics
+from .sparse import start_of_sum, write_pairs
+from .teacher import divergence_gradient, put_divergence
+from .transform import minus_lse, transformed
+
+LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
+SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
+
+
+def statistics(chunk: LogitChunk) -> None:
+    rows, temperature = chunk.rows, chunk.rows.take(chunk.temperature)
+    z, _ = transformed(chunk.logits, chunk.bias, temperature, chunk.transform)
+    found = _row_statistics(z, rows.take(chunk.ids))
+    for destination, x in zip(chunk.stats, found, strict=True):
+        rows.put(destination, x)
+    if chunk.teacher is not None:
+        log_p, _ = _log_p(chunk, temperature, found.lse)
+        put_divergence(chunk.rows, chunk.teacher, log_p, temperature)
+
+
+def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
+    given = chunk.ids, chunk.temperature, chunk.stats.lse, chunk.stats.entropy, dlogp, dentropy
+    ids, temperature, lse, entropy, dlogp, dentropy = (chunk.rows.take(x) for x in given)
+    log_p, chain = _log_p(chunk, temperature, lse)
+    p = log_p.exp()
+    of_teacher = None
+    if chunk.teacher is not None:
+        of_teacher = divergence_gradient(chunk.rows, chunk.teacher, log_p, temperature)
+    # Whether any gradient goes through the entropy is stored on the device; to read it would end the capture of a
+    # CUDA graph. Where none does, an entropy of NaN must not matter; where p is 0, any finite log p will do.
+    entropy = torch.where(dentropy == 0, 0.0, entropy)
+    slope = log_p.clamp_(min=LOWEST_LOG_P).add_(entropy[:, None]).mul_(dentropy[:, None])
+    dz = p.mul_(slope.add_(dlogp[:, None])).neg_()
+    known = ids >= 0  # -1: in another rank's slice of the vocabulary
+    sampled = ids.clamp(min=0)[:, None]
+    dz.scatter_add_(1, sampled, torch.where(known, dlogp, 0.0)[:, None])
+    zero_gradient = (dlogp == 0) & (dentropy == 0)
+    if chunk.teacher is not None and of_teacher is not None:
+        dz.masked_fill_(zero_gradient[:, None], 0.0).add_(of_teacher)
+        zero_gradient &= chunk.rows.take(chunk.teacher.weight) == 0
+    dz.mul_((chunk.transform.logit_scale / temperature)[:, None])
+    if chain is not None:
+        dz.mul_(chain)
+    dlogits, rounding_error = out
+    dlogits.copy_(dz.masked_fill_(zero_gradient[:, None], 0.0))
+    if rounding_error is not None:
+        exact, rounded = (x.gather(1, sampled).squeeze(1) for x in (dz, dlogits))
+        rounding_error.copy_(torch.where(known, exact - rounded, 0.0))
+
+
+def sparse_gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: SparseRule, out: SparseRows) -> None:
+    rows = chunk.rows
+    dlogits = torch.empty_like(chunk.logits, dtype=out.values.dtype)
+    gradient(chunk, dlogp, dentropy, RowGradients(dlogits))
+    steepness = chunk.transform.logit_scale / rows.take(chunk.temperature)
+    scale = steepness * (rows.take(dlogp).abs() + rows.take(dentropy).abs())
+    start = start_of_sum(rows.tokens(dlogits.device), rows.take(chunk.stats.lse), rule.first_id)
+    write_pairs(dlogits, rows.take(chunk.ids), scale, start, rule, out)
+
+
+def scale(x: Tensor, factor: Tensor) -> None:
+    if x.dtype.itemsize > 2:
+        x.mul_(factor)
+        return
+    # On a GPU torch rounds a factor to the 16 bits of x before it multiplies: 65,536 becomes infinite.
+    for piece in x.view(-1).split(SCALED_AT_ONCE):
+        piece.copy_(piece.float().mul_(factor))
+
+
+def add_rows(target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
+    found, place = ids.unique(return_inverse=True)
+    sums = target[found].to(scale.dtype).index_add_(0, place, scale[:, None] * rows)
+    target[found] = sums.to(target.dtype)
+
+
+def _row_statistics(z: Tensor, ids: Tensor) -> Statistics:
+    """Of z (C, V), which is overwritten; logp is NaN for an id of -1."""
+    top = z.amax(-1, keepdim=True)
+    top = torch.where(top.isfinite(), top, 0.0)
+    z_id = z.gather(1, ids.clamp(min=0)[:, None]) - top
+    z_id = torch.where(ids[:, None] >= 0, z_id, torch.nan)
+    below = z.sub_(top)
+    p = below.exp()
+    total = p.sum(-1, keepdim=True)
+    log_sum = total.log()
+    # entropy = log S - sum e^(z - m) (z - m) / S: both terms are >= 0, nothing cancels
+    moment = p.mul_(below.masked_fill_(p == 0, 0.0)).sum(-1, keepdim=True)
+    logp, lse, entropy = z_id - log_sum, top.double() + log_sum.double(), log_sum - moment / total
+    return Statistics(logp.squeeze(1), lse.squeeze(1), entropy.squeeze(1))
+
+
+def _log_p(chunk: LogitChunk, temperature: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(log-probabilities (C, V), the softcap's derivative or None) from the log-sum-exp (C,)."""
+    z, chain = transformed(chunk.logits, chunk.bias, temperature, chunk.transform)
+    return minus_lse(z, lse), chain
