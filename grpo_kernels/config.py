@@ -17,26 +17,20 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from .kernels.operations import TeacherTransform
 from .logit_transform import logit_transform
 from .names import (
     ADVANTAGE_BASELINES,
     ADVANTAGE_SCALES,
-    AGGREGATIONS,
     DIVERGENCES,
-    KL_ESTIMATORS,
-    LEVELS,
-    WEIGHT_LEVELS,
     AdvantageBaseline,
     AdvantageScale,
-    Aggregation,
     Divergence,
-    EntropyAggregation,
-    KernelParams,
-    KLEstimator,
-    Level,
-    Surrogate,
-    TeacherParams,
 )
+from .objective.aggregation import AGGREGATIONS, Aggregation, EntropyAggregation
+from .objective.kl import KL_ESTIMATORS, KLEstimator
+from .objective.sequences import Level
+from .objective.surrogates import SURROGATE_RULES, Surrogate
 from .trl_options import left_to_the_loop
 
 # Kernels compute in float32, and some GPUs take what is smaller for 0.
@@ -46,40 +40,8 @@ DweightSum = Literal["weight", "float32"]
 DWEIGHT_SUMS: tuple[DweightSum, ...] = get_args(DweightSum)
 
 
-@dataclass(frozen=True)
-class SurrogateRule:
-    """What a surrogate allows: its ratio levels (the first is the default) and the options that it reads."""
-
-    levels: tuple[Level, ...]
-    options: dict[str, float]  # option name -> default
-    divides_by_rollout: bool = False  # its ratio is one to the sampling engine, not to the old policy
-    weight: str | None = None  # of names.OUTSIDE, where the loss is -w(r) A logp: what is beyond its bounds
-
-
-_CLIP_OPTIONS = {"epsilon_low": 0.2, "epsilon_high": 0.2}
-_TRUST_REGION = {"dppo_kl_tau": 1e-3, "ratio_cap": math.inf}
-SURROGATE_RULES = {
-    "clip": SurrogateRule(LEVELS, {**_CLIP_OPTIONS, "delta": math.inf, "dual_clip": math.inf}),
-    "cispo": SurrogateRule(WEIGHT_LEVELS, {"epsilon_high": 5.0}, weight="clamp"),
-    "cispo_two_sided": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, weight="clamp"),
-    "cispo_mask": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, weight="drop"),
-    "cispo_unified": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, weight="drop_outward"),
-    "sapo": SurrogateRule(LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
-    "vespo": SurrogateRule(  # its weight is that of the sequence at either level, which is that of the KL's ratio
-        ("token", "sequence"),
-        {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
-        weight="clamp",
-    ),
-    "reinforce": SurrogateRule(("token",), {}, weight="clamp"),
-    "gmpo": SurrogateRule(("sequence",), _CLIP_OPTIONS),
-    "dppo_tv": SurrogateRule(("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, divides_by_rollout=True),
-    "dppo_kl": SurrogateRule(("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, divides_by_rollout=True),
-    "ipo": SurrogateRule(("token",), {"epsilon_high": 0.1, **_TRUST_REGION}, divides_by_rollout=True),
-}
 # Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
-# What the kernels of another surrogate get for it: a clip that never acts, or a number that they do not read.
-_UNREAD = {name: 1.0 if name.startswith(("sapo", "vespo")) else math.inf for name in _SURROGATE_OPTIONS}
 _TENSORS = ("temperature", "entropy_coef", "entropy_threshold")  # options that may be tensors
 _RANGES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"low": 0.0}, "beta entropy_coef epsilon_low epsilon_high off_policy_mask_threshold advantage_eps distill_coef"),
@@ -410,43 +372,11 @@ class GRPOConfig:
             warnings.warn(f"GRPOConfig.from_trl: {sentence}", stacklevel=2)
         return cls(**{**found, **overrides})
 
-    def kernel_params(self, *, has_old: bool, has_rollout: bool = False) -> KernelParams:
-        """The scalars that the kernels read."""
-        delta_clamp, kl_clamp = self.kl_clamps
-        rule = SURROGATE_RULES[self.surrogate]
-        low = 1.0 - self.epsilon_low if self.epsilon_low is not None else -math.inf
-        high = 1.0 + _or(self.epsilon_high, 0.0)
-        if self.surrogate == "cispo":
-            high = _or(self.epsilon_high, math.inf)
-        elif "epsilon_high" not in rule.options:  # REINFORCE; VESPO, whose weight is a multiplier to the kernels
-            low = 1.0
-        return KernelParams(
-            surrogate="weighted" if rule.weight else self.surrogate,
-            kl=self.kl_estimator,
-            has_old=has_old,
-            bias_correction=self.use_bias_correction_kl,
-            score_term=self.kl_score_term,
-            outside=rule.weight or "clamp",
-            weight_low=low,
-            weight_high=high,
-            level=str(self.importance_sampling_level),
-            has_rollout=has_rollout,
-            vespo=self.surrogate == "vespo",
-            divides_by_rollout=rule.divides_by_rollout,
-            beta=self.beta,
-            log_ratio_clamp=_or(self.log_ratio_clamp, math.inf),
-            kl_delta_clamp=_or(delta_clamp, math.inf),
-            kl_clamp=_or(kl_clamp, math.inf),
-            logit_scale=self.logit_scale,
-            softcap=_or(self.logit_softcap, 0.0),
-            off_policy_threshold=_or(self.off_policy_mask_threshold, math.inf),
-            **{name: _or(getattr(self, name), _UNREAD[name]) for name in _SURROGATE_OPTIONS},
-        )
-
-    def teacher_params(self, teacher: Any) -> TeacherParams:
+    def teacher_transform(self, teacher: Any) -> TeacherTransform:
         """The scalars of the divergence to this Teacher; None: to one that is known by its probabilities."""
-        scale, softcap = (1.0, 0.0) if teacher is None else (teacher.logit_scale, _or(teacher.logit_softcap, 0.0))
-        return TeacherParams(self.divergence or "reverse_kl", _or(self.divergence_beta, 0.5), float(scale), softcap)
+        scale, softcap = (1.0, 0.0) if teacher is None else (teacher.logit_scale, teacher.logit_softcap or 0.0)
+        beta = 0.5 if self.divergence_beta is None else self.divergence_beta
+        return TeacherTransform(self.divergence or "reverse_kl", beta, float(scale), float(softcap))
 
     def _to_key(self) -> str:
         # Spelled out with f-strings: torch.compile can follow those, so that a config may be made inside a graph.
@@ -553,10 +483,6 @@ def check_flag(name: str, x: object) -> bool:
     if not isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
     return x
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
 
 
 def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

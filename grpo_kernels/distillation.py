@@ -15,7 +15,8 @@ from .head.logps_op import logps_from_hidden
 from .head.shared import is_capturing
 from .inputs import resolve_logps
 from .loss import fused_grpo_loss
-from .names import Aggregation, Divergence
+from .names import Divergence
+from .objective.aggregation import Aggregation
 from .teacher import Teacher, TopKTeacher
 
 

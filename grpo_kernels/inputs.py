@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,17 +23,18 @@ from .checks.arguments import (
 from .checks.plain import check_shape
 from .config import (
     DEFAULT_CONFIG,
-    SURROGATE_RULES,
     GRPOConfig,
     check_flag,
     check_logit_transform,
     check_sparse_backward,
     option_hint,
 )
-from .contract import Sums, TokenInputs
 from .head.logps_op import Inputs, LogpsCall, LogpsTokens
 from .head.shared import table_dtype
 from .kernels import choose_backend
+from .objective.metrics import Batch
+from .objective.surrogates import SURROGATE_RULES
+from .objective.tokens import TokenInputs
 from .rewards import check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .teacher import Teacher, TopKTeacher, check_teacher
@@ -66,7 +67,7 @@ _DEFAULTS = {name: "auto" if name == "backend" else None for name in LossOptions
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def takes_loss_options(function: Function) -> Function:
+def forwards_loss_options(function: Function) -> Function:
     """Gives a function with **options: Unpack[LossOptions] the signature that help() and editors show."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -96,21 +97,7 @@ def read_config(function: str, options: LossOptions) -> GRPOConfig:
     return config
 
 
-class LossInputs(NamedTuple):
-    """Checked inputs of a loss; groups (0 where there are none); (mean, std) of the rewards per group."""
-
-    tokens: TokenInputs
-    config: GRPOConfig
-    backend: str
-    num_sequences: int
-    num_groups: int
-    reward_statistics: list[Tensor] | None
-
-    def sums(self, numbers: Tensor) -> Sums:
-        return Sums(numbers, self.num_sequences, self.num_groups, self.config.entropy_kept_only)
-
-
-def resolve(
+def check_loss_inputs(
     advantages: Tensor | None,
     sampling_mask: SamplingMask | None,
     options: LossOptions,
@@ -121,8 +108,8 @@ def resolve(
     *,
     reads_logits: bool = True,
     teacher: Teacher | TopKTeacher | None = None,
-) -> LossInputs:
-    """Check the options against `per_token`, a tensor of the shape (B, T) or (N,), and derive the plan's inputs.
+) -> Batch:
+    """Checks the options against `per_token`, a tensor of the shape (B, T) or (N,).
 
     `owner` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
@@ -175,7 +162,8 @@ def resolve(
         **per_token_options,
         **scalars,
     )
-    return LossInputs(tokens, config, backend, num_sequences, 0 if groups is None else groups.count, moments)
+    count = 0 if groups is None else groups.count
+    return Batch(tokens, config, backend, per_token.shape, num_sequences, count, moments)
 
 
 def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequences: int, per_token: Tensor) -> None:

@@ -26,7 +26,7 @@ from .config import check_flag
 from .head.loss_op import LossCall, loss_from_hidden, loss_from_logits, policy_loss
 from .head.shared import requires_grad_flags, table_dtype
 from .head.vocab_parallel import agree, announced_errors, check_group
-from .inputs import LossOptions, read_config, resolve, takes_loss_options
+from .inputs import LossOptions, check_loss_inputs, forwards_loss_options, read_config
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask
 from .teacher import Teacher, TopKTeacher, check_teacher, refuse_with_teacher
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@takes_loss_options
+@forwards_loss_options
 def fused_grpo_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -149,19 +149,18 @@ def fused_grpo_loss(
         check_teacher(teacher, config, hidden, weight, dtype, options.get("completion_mask"))
         if teacher is not None:
             refuse_with_teacher(teacher, sampling_mask, group, config)
-        inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "hidden", dtype, teacher=teacher)
-        call = LossCall(
-            completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
-            backend=inputs.backend, compute_dtype=compute_dtype, wants=requires_grad_flags(hidden, weight, bias),
-            accumulate_into=accumulate_into, teacher=teacher,
-        )  # fmt: skip
+        batch = check_loss_inputs(
+            advantages, sampling_mask, options, config, completion_ids, "hidden", dtype, teacher=teacher
+        )
+        wants = requires_grad_flags(hidden, weight, bias)
+        call = LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teacher)
     if group is not None:
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, call.wants, call.description))
-    loss, logps, entropy, numbers, *divergence = loss_from_hidden(hidden, weight, bias, call)
-    return GRPOLossOutput(loss, logps, entropy, inputs, numbers, *divergence)
+    loss, logps, entropy, found, others, *divergence = loss_from_hidden(hidden, weight, bias, call)
+    return GRPOLossOutput(loss, logps, entropy, batch, found, others, *divergence)
 
 
-@takes_loss_options
+@forwards_loss_options
 def grpo_loss_from_logps(
     logps: Tensor,
     advantages: Tensor | None = None,
@@ -182,12 +181,12 @@ def grpo_loss_from_logps(
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
     if entropy is None and (config.has_entropy_bonus or config.entropy_threshold is not None):
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
-    inputs = resolve(advantages, None, options, config, logps, "logps", logps.dtype, reads_logits=False)
+    batch = check_loss_inputs(advantages, None, options, config, logps, "logps", logps.dtype, reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
-    loss, numbers, *_ = policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, inputs.backend)
+    loss, found, *_ = policy_loss(logps, given, list(batch.tokens), batch.num_groups, config.key, batch.backend)
     mask = options.get("completion_mask")
     known = None if entropy is None else _without_padding(entropy, mask)
-    return GRPOLossOutput(loss, _without_padding(logps, mask), known, inputs, numbers)
+    return GRPOLossOutput(loss, _without_padding(logps, mask), known, batch, found, found.new_zeros(0))
 
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -196,7 +195,7 @@ def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
-@takes_loss_options
+@forwards_loss_options
 def grpo_loss_from_logits(
     logits: Tensor,
     completion_ids: Tensor,
@@ -221,12 +220,12 @@ def grpo_loss_from_logits(
     fits = logits.dim() in (2, 3) and logits.shape[-1] > 0
     check_shape("logits", logits, fits, "(B, T, V) or packed (N, V), V >= 1")
     check_ids(completion_ids, logits.shape[:-1], "logits")
-    inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "logits", logits.dtype)
+    batch = check_loss_inputs(advantages, sampling_mask, options, config, completion_ids, "logits", logits.dtype)
     check_values(completion_ids, options.get("completion_mask"), logits.shape[-1], options.get("cu_seqlens"))
-    check_token_values(inputs.tokens)
+    check_token_values(batch.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
     wants = requires_grad_flags(logits)
-    call = LossCall(completion_ids, inputs.tokens, inputs.num_groups, config, inputs.backend, None, wants)
-    loss, logps, entropy, numbers = loss_from_logits(logits, call, inplace=inplace)
-    return GRPOLossOutput(loss, logps.detach(), entropy, inputs, numbers)
+    call = LossCall(completion_ids, batch, None, wants)
+    loss, logps, entropy, found, others = loss_from_logits(logits, call, inplace=inplace)
+    return GRPOLossOutput(loss, logps.detach(), entropy, batch, found, others)

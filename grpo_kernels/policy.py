@@ -12,13 +12,14 @@ from torch import Tensor
 from .checks.arguments import num_sequences_of
 from .checks.plain import full_weight
 from .config import check_count, check_one_of
-from .contract import Rows, TokenValues, no_values
 from .head.backward import FinishedGradients, finish_in_forward
-from .head.chunks import whole_sequences
-from .head.logps_op import LogpsCall, check_call, open_scorer
+from .head.chunk_size import Visit
+from .head.logps_op import LogpsCall, check_call, open_pass
+from .head.loop import run
 from .head.products import pinned_matmul_precision
 from .head.shared import requires_grad_flags, table_dtype, unseen_by_modes
 from .inputs import resolve_logps
+from .kernels.operations import Rows, Statistics
 from .sampling_mask import SamplingMask
 
 
@@ -128,63 +129,66 @@ def _run(
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     scores, device, wants = call.scores, hidden.device, call.wants
     ids, dtype = scores.tokens.completion_ids, table_dtype(scores.compute_dtype or hidden.dtype)
-    num_tokens = ids.numel()
-    values = no_values(num_tokens, dtype, device)
+    stats = Statistics.zeros(ids.numel(), device, dtype)
     check_call(scores, weight.shape[0], call.cu_seqlens)
-    inputs = hidden, weight, bias
-    head, scorer, mask, _, others = open_scorer(inputs, scores, values, wants=wants, chunk_rows=call.chunk_rows)
-
+    head, tokens, mask, _, chosen = open_pass(
+        (hidden, weight, bias), scores, stats, wants=wants, chunk_rows=call.chunk_rows
+    )
     if call.cu_seqlens is None:
         span = torch.full((ids.shape[0],), ids.shape[1], device=device)
     else:
         span = call.cu_seqlens.long().diff()
-    sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)
-    index = torch.arange(num_tokens, device=device) if mask is None else mask.nonzero().squeeze(1)
-    total = torch.zeros((), dtype=dtype, device=device)
-    gradients = torch.zeros((2, num_tokens), dtype=dtype, device=device)
-
-    def coefficients(rows: Rows, _: slice) -> tuple[Tensor, Tensor]:
-        nonlocal total
-        here = index[rows.start : rows.stop]
-        value, *found = _differentiate(call, values, here, sequence[here])
-        total = total + value
-        gradients.index_copy_(1, here, torch.stack(found))
-        return gradients[0], gradients[1]
-
+    sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=ids.numel())
+    index = torch.arange(ids.numel(), device=device) if mask is None else mask.nonzero().squeeze(1)
+    loss = _UserLoss(call, stats, index, sequence)
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
-    too_long = call.level == "sequence" and max(lengths, default=0) > head.sequence_rows
-    if not any(wants) or too_long or scores.tokens.kept_ids is not None:
-        scorer.score_gathered()
-        scorer.score(index if others is None else others.scored)
-        both = coefficients(Rows(0, len(index), index), slice(0))
-        if any(wants):
-            scorer.gradient(*both)
-    elif call.level == "sequence":
-        scorer.staged(whole_sequences(head, index, lengths), coefficients)
-    else:
-        scorer.staged(((rows, slice(0)) for rows in head.chunks(index)), coefficients)
-    return (total,), head.gradients()
+    if scores.tokens.kept_ids is None:
+        chosen = Visit(index, None, index, lengths)
+    has_entropy = scores.want_entropy
+    run(tokens, loss, chosen, gradients=any(wants), has_entropy=has_entropy, every_row=False)
+    if not any(wants):
+        loss.of_all()
+    return (loss.total,), head.gradients()
 
 
-def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(value, d value / d logps, d value / d entropy) of the user's function on small tensors."""
-    leaves = [values.logp[index].requires_grad_()]
-    if call.scores.want_entropy:
-        leaves.append(values.entropy[index].requires_grad_())
-    with torch.enable_grad():
-        logps, *entropy = (x.clone() for x in leaves)  # a leaf could not be changed in place
-        value = call.loss_fn(PolicyChunk(logps, entropy[0] if entropy else None, index, sequence))
-        if not isinstance(value, Tensor) or value.numel() not in (1, len(index)):
-            came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(index)},)"
-            )
-        value = value.sum()
-    if call.grad_enabled:
-        _refuse_other_leaves(value, leaves)
-    found = torch.autograd.grad(value, leaves, materialize_grads=True) if value.requires_grad else ()
-    g_logp, g_entropy = (*found, *[torch.zeros_like(leaves[0])] * 2)[:2]
-    return value.detach(), g_logp, g_entropy
+class _UserLoss:
+    """A Loss (head/loop.py) that differentiates the user's function. total (): the sum of its values."""
+
+    def __init__(self, call: _Call, stats: Statistics, index: Tensor, sequence: Tensor) -> None:
+        self.call, self.stats, self.index, self.sequence = call, stats, index, sequence
+        self.by_sequence = call.level == "sequence"
+        self.by_batch = call.scores.tokens.kept_ids is not None  # its chunks are not in the order of the tokens
+        self.total = torch.zeros((), dtype=stats.logp.dtype, device=index.device)
+        self._gradients = torch.zeros((2, len(sequence)), dtype=stats.logp.dtype, device=index.device)
+
+    def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]:
+        return self._differentiate(rows.tokens(self.index.device))
+
+    def of_all(self) -> tuple[Tensor, Tensor]:
+        return self._differentiate(self.index)
+
+    def _differentiate(self, here: Tensor) -> tuple[Tensor, Tensor]:
+        """Calls the user's function with the tokens `here`, and differentiates it on small tensors."""
+        call, leaves = self.call, [self.stats.logp[here].requires_grad_()]
+        if call.scores.want_entropy:
+            leaves.append(self.stats.entropy[here].requires_grad_())
+        with torch.enable_grad():
+            logps, *entropy = (x.clone() for x in leaves)  # a leaf could not be changed in place
+            value = call.loss_fn(PolicyChunk(logps, entropy[0] if entropy else None, here, self.sequence[here]))
+            if not isinstance(value, Tensor) or value.numel() not in (1, len(here)):
+                came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(here)},)"
+                )
+            value = value.sum()
+        if call.grad_enabled:
+            _refuse_other_leaves(value, leaves)
+        self.total = self.total + value.detach()
+        if value.requires_grad:
+            found = torch.autograd.grad(value, leaves, materialize_grads=True)
+            for x, gradient in zip(self._gradients, found, strict=False):
+                x.index_copy_(0, here, gradient)
+        return self._gradients[0], self._gradients[1]
 
 
 def _refuse_other_leaves(value: Tensor, leaves: list[Tensor]) -> None:

@@ -21,7 +21,8 @@ from .checks.arguments import (
 from .checks.plain import check_kind, check_shape
 from .config import check_count, check_ddof, check_number, check_one_of
 from .head.shared import is_traced
-from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, WEIGHT_LEVELS
+from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT
+from .objective.sequences import WEIGHT_LEVELS
 
 _FINITE = "a finite number: smaller rewards, or a scale that divides by their deviation"
 

@@ -18,7 +18,7 @@ from ..config import LARGEST, SMALLEST, GRPOConfig, check_number
 from .plain import INTEGERS, PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
 
 if TYPE_CHECKING:
-    from ..contract import TokenInputs
+    from ..objective.tokens import TokenInputs
 
 _REFERENCES = {
     "fused_distillation_loss": "reference_grpo_loss",

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from ..benchmarks.reference import relative_error
-from ..config import SURROGATE_RULES, GRPOConfig
+from ..config import GRPOConfig
 from ..kernels import candidates, unavailable_reason
 from ..loss import fused_grpo_loss
-from ..names import AGGREGATIONS, KL_ESTIMATORS, Aggregation, KLEstimator, Level, Surrogate
+from ..objective.aggregation import AGGREGATIONS, Aggregation
+from ..objective.kl import KL_ESTIMATORS, KLEstimator
+from ..objective.sequences import Level
+from ..objective.surrogates import SURROGATE_RULES, Surrogate
 from ..reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 from .env import collect, render
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks.plain import stored
-from ..contract import Backend, KeptPairs
+from ..kernels.operations import Backend, KeptPairs
 
 # Gradients of float16 logits are scaled so that the largest d loss / d logit of the call lies in [2^2, 2^3): those
 # down to 2^-17 of it keep all their bits, and no sum over the vocabulary comes near 65,504.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..contract import Backend, KeptPairs
-from .products import PIECE_ROWS, add_product, product, transposed_columns
+from ..kernels.operations import Backend, KeptPairs
+from .products import PIECE_ROWS, add_product, product
 
 
 class WeightGradient:
@@ -25,8 +25,6 @@ class WeightGradient:
         """Add the product of a chunk: dlogits (P, V), h (P, H)."""
         if h.device.type != "cpu" or dlogits.dtype != torch.bfloat16:
             self._add_product(dlogits, h.to(dlogits.dtype))
-        elif self._transposes():
-            self._add_transposed(dlogits, h)
         else:
             self._add_bfloat16_on_cpu(dlogits, h)
 
@@ -55,25 +53,6 @@ class WeightGradient:
             add_product(self.total, dlogits.T, h)
         else:
             self.total.addmm_(dlogits.T, h)
-
-    def _transposes(self) -> bool:
-        """Whether the backend transposes, instead of oneDNN: with AMX, the shares that are added to a sum.
-
-        Measured, of the three products: (8192, 576, 49152), with AMX 0.98 so and 1.17 without; on a processor without
-        AMX 1.09 and 1.08. (2048, 576, 49152), the first share transposed too: with AMX 1.43 so and 1.15 without; on a
-        processor without AMX 1.10 and 1.04.
-        """
-        return self.backend.has_amx and (self.total is not None or self.sums_in_float32)
-
-    def _add_transposed(self, dlogits: Tensor, h: Tensor) -> None:
-        """h^T dlogits by pieces, which the backend transposes into their places."""
-        width, (first, total) = h.shape[1], self._total_to_write()
-        columns = min(transposed_columns(width), self.weight.shape[0])
-        transposed, scratch = h.T.contiguous(), h.new_empty(width * columns)
-        for piece in pieces(self.weight, columns):
-            part = scratch[: width * (piece.stop - piece.start)].view(width, -1)
-            torch.mm(transposed, dlogits[:, piece], out=part)
-            self.backend.add_transposed(total[piece], part, add=not first)
 
     def _add_bfloat16_on_cpu(self, dlogits: Tensor, h: Tensor) -> None:
         first, total = self._total_to_write()

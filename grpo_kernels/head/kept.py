@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from ..checks.arguments import check_kept_ids, checks_values
-from ..contract import KeptIds, KeptPairs, KeptRows, LogitChunk, Rows, TokenMask, TokenValues, no_values
+from ..kernels.operations import KeptIds, KeptPairs, KeptRows, LogitChunk, Rows, Statistics, TokenMask
+from .chunk_size import Visit
 from .lm_head import HeldLogits, LMHead
 from .vocab_parallel import VocabSlice
 
@@ -99,9 +100,7 @@ def _kinds(most: int, device: torch.device, dtype: torch.dtype) -> _Kinds:
 class Split(NamedTuple):
     """The scored tokens of a batch with a sampling mask, by the way they take."""
 
-    order: Tensor  # (N,) int64: active tokens of dense products, the others of them, each ascending; then anything
-    counts: tuple[int, int]  # how many of the first two
-    lengths: list[int] | None  # active tokens of dense products per sequence
+    visit: Visit  # those of dense products
     matrices: list[tuple[Rows, int]]  # the others: their rows, the width of their matrix
     is_dense: Tensor | None  # (N,) bool: the tokens with a mask that take dense products; None: there are none
 
@@ -135,7 +134,7 @@ def split(
     ends = read[len(codes) :]
     lengths = None if offsets is None else [stop - start for start, stop in pairwise(ends)]
     is_dense = scored & (kind == dense) if others[dense] or of_active[dense] else None
-    return Split(order, counts, lengths, matrices, is_dense)
+    return Split(Visit.of(order, *counts, lengths), matrices, is_dense)
 
 
 # --- gathers ------------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ class KeptLogits(HeldLogits):
         self, mask: TokenMask, matrices: Sequence[tuple[Rows, int]], sampled: Tensor, head: LMHead, dtype: torch.dtype
     ) -> None:
         """sampled (N,): ids of the whole vocabulary."""
-        device, backend, self.vocab_slice = sampled.device, head.backend, head.vocab_slice
+        device, self.backend, self.vocab_slice = sampled.device, head.backend, head.vocab_slice
         first = 0 if self.vocab_slice is None else self.vocab_slice.first
         own = range(first, first + len(head.weight))
         self.head, self.grad_dtype = head, dtype
@@ -172,8 +171,8 @@ class KeptLogits(HeldLogits):
         parts = zip(id_parts, token_parts, added_parts, logit_parts, strict=True)
         for (rows, _), (own_ids, tokens, added, logits) in zip(matrices, parts, strict=True):
             kept = KeptIds(rows, own_ids)
-            backend.kept_ids(mask, sampled, own, head.vocab_size, KeptRows(kept, tokens, self._columns, added))
-            backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept, logits)
+            self.backend.kept_ids(mask, sampled, own, head.vocab_size, KeptRows(kept, tokens, self._columns, added))
+            self.backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept, logits)
             self._matrices[id(rows)] = kept, logits
 
     @property
@@ -181,7 +180,7 @@ class KeptLogits(HeldLogits):
         """(C,) int64: the tokens."""
         return torch.cat([kept.rows.index for kept, _ in self._matrices.values() if kept.rows.index is not None])
 
-    def columns(self, ids: Tensor) -> Tensor:
+    def local_ids(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in the rows of their matrices; -1 where the row has no logit of
         it. Tokens of no matrix have anything, which nothing reads."""
         return self._columns
@@ -203,7 +202,7 @@ class KeptLogits(HeldLogits):
         if self.head.wants[0]:
             kept, dlogits = self._matrices[id(rows)]
             dhidden = self.head.dhidden_to_write(every_row=self.num_tokens == self.head.num_tokens)
-            self.head.backend.kept_dhidden(dlogits, self.head.weight, kept, dhidden)
+            self.backend.kept_dhidden(dlogits, self.head.weight, kept, dhidden)
 
     def finish(self) -> None:
         """dweight and dbias of all tokens, once, after the dense products."""
@@ -229,7 +228,7 @@ class DenseMask:
         self.masked, self.ids, self.vocab_slice = masked, ids, vocab_slice
         self.tokens = torch.arange(ids.numel(), device=ids.device)
         self.added = torch.zeros_like(masked)
-        self.full = no_values(ids.numel(), dtype, ids.device)
+        self.full = Statistics.zeros(ids.numel(), ids.device, dtype)
 
     def apply(self, chunk: LogitChunk) -> None:
         """To the logits of a chunk, of which those of masked tokens change."""
@@ -252,14 +251,14 @@ class DenseMask:
         if outside is not None:
             logits.masked_fill_(torch.zeros_like(masked).index_copy(0, here, outside)[:, None], torch.nan)
 
-    def sums(self, values: TokenValues) -> Tensor:
+    def sums(self, stats: Statistics) -> Tensor:
         """(3,) over the tokens, all of which were seen: sampled ids added; the probability that the kept ids have
         among all; how many tokens. The same on all ranks."""
         added, full = self.added.sum(), self.full.lse
         if self.vocab_slice is not None:
             self.vocab_slice.add_up(added)
             full = self.vocab_slice.gather(full).logsumexp(0)
-        mass = torch.where(self.masked, (values.lse - full).exp(), 0.0).sum()
+        mass = torch.where(self.masked, (stats.lse - full).exp(), 0.0).sum()
         return torch.stack([added.to(mass.dtype), mass, self.masked.sum().to(mass.dtype)])
 
 

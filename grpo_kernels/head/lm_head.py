@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 
 from ..checks.plain import stored
-from ..contract import Backend, KeptPairs, RowGradients, Rows
-from ..kernels.launch import choose_strategy
+from ..kernels.operations import Backend, KeptPairs, RowGradients, Rows
 from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
-from .dweight import WeightGradient, pieces
-from .memory import (
+from .chunk_size import (
     Scratch,
     default_logits_dtype,
     multiprocessors_of,
@@ -35,6 +33,7 @@ from .memory import (
     rows_of_sequences,
     visited,
 )
+from .dweight import WeightGradient, pieces
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
@@ -53,7 +52,8 @@ class LMHead:
     ranks have the same chunks, and dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside
     those of each chunk. `keep` (N,) bool: padding is computed along with the rest, and its hidden states, which may
     hold anything, count as 0.
-    `strategy`: see kernels/launch.py. `gradient_scale`: where gradients of logits are float16, the power of two that
+    `fused_products`: what of them the backend has with the softmax in their epilogue, "logp" and "exponentials".
+    `takes_exponentials`: gradients may be a scale times exponentials of logits in their type. `gradient_scale`: where gradients of logits are float16, the power of two that
     dlogits, dweight and dbias hold as a factor; dhidden does not.
     """
 
@@ -91,12 +91,16 @@ class LMHead:
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
         self.backend, self.wants, self.vocab_slice = backend, wants, vocab_slice
-        self.strategy = choose_strategy(backend, hidden, weight) if vocab_slice is None else "rows"
+        self.fused_products: tuple[str, ...] = ()
+        if backend.fused_products is not None and vocab_slice is None:
+            self.fused_products = backend.fused_products(hidden, weight)
+        self.takes_exponentials = dtype == torch.bfloat16 and vocab_slice is None
         self.logits_dtype = logits_dtype or default_logits_dtype(dtype, device)
         # A CPU has no product that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = self.logits_dtype != dtype and not returns_float32(device, dtype)
-        # The exponentials of "anchored", which Triton's interpreter has on a CPU too, are bfloat16.
-        narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or self.strategy == "anchored"
+        # Exponentials, which Triton's interpreter has on a CPU too, are bfloat16.
+        has_exponentials = self.takes_exponentials and backend.exponentials is not None
+        narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or has_exponentials
         self.grad_dtype = dtype if narrow else torch.float32  # of dlogits
         self.rounds = device.type == "cpu" and self.grad_dtype == torch.bfloat16  # dlogits, with a correction
         first, second, third = (waiting_dtype(x) for x in self.given_dtypes)
@@ -136,7 +140,7 @@ class LMHead:
         """Rows of the whole lm_head, of all ranks."""
         return self.weight.shape[0] if self.vocab_slice is None else self.vocab_slice.vocab_size
 
-    def columns(self, ids: Tensor) -> Tensor:
+    def local_ids(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in their rows; -1 where another rank has them."""
         return ids if self.vocab_slice is None else self.vocab_slice.local_ids(ids)
 
@@ -159,10 +163,9 @@ class LMHead:
         most = self.rows_of(self._vocab_rows * self.grad_dtype.itemsize) if exponentials else self.rows
         return rows.split(self._length(rows.count, most))
 
-    def chunks_of(self, parts: Sequence[Rows]) -> Sequence[Rows]:
-        """These rows, at most `sequence_rows` each, as chunks."""
-        self.scratch.rows = max([self.scratch.rows, *(rows.count for rows in parts)])
-        return parts
+    def make_room(self, counts: Sequence[int]) -> None:
+        """Prepares for chunks of so many rows."""
+        self.scratch.rows = max([self.scratch.rows, *counts])
 
     def _length(self, count: int, most: int) -> int:
         """Rows of the parts that `count` are cut into: on a CPU nearly equal ones; a GPU computes tiles of many rows,
@@ -353,7 +356,7 @@ class LMHead:
 class HeldLogits:
     """Logits in memory of their own, behind the interface of `LMHead`: their gradient overwrites them."""
 
-    strategy = "rows"
+    backend: Backend
     folded_bias: Tensor | None = None
     vocab_slice: VocabSlice | None = None
 
@@ -366,12 +369,12 @@ class GivenLogits(HeldLogits):
 
     gradient_scale: Tensor | None = None
 
-    def __init__(self, logits: Tensor) -> None:
-        self.buffer, self.grad_dtype = logits, logits.dtype
+    def __init__(self, logits: Tensor, backend: Backend) -> None:
+        self.buffer, self.grad_dtype, self.backend = logits, logits.dtype, backend
         self.num_tokens, self.vocab_size = logits.shape
         self.rows = self.sequence_rows = self.num_tokens  # all sequences are one chunk
 
-    def columns(self, ids: Tensor) -> Tensor:
+    def local_ids(self, ids: Tensor) -> Tensor:
         return ids
 
     def chunks(self, index: Tensor | None) -> list[Rows]:
@@ -379,8 +382,8 @@ class GivenLogits(HeldLogits):
         assert index is None
         return [Rows(0, self.num_tokens)] if self.num_tokens else []
 
-    def chunks_of(self, parts: Sequence[Rows]) -> Sequence[Rows]:
-        return parts
+    def make_room(self, counts: Sequence[int]) -> None:
+        """The logits are there."""
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)

@@ -13,14 +13,14 @@ from torch import Tensor
 from ..checks.arguments import check_temperature, check_values
 from ..checks.plain import check_gathered, stored
 from ..config import DEFAULT_CONFIG, GRPOConfig
-from ..contract import TokenValues, no_values
 from ..kernels import get_backend
-from ..names import VALUE_FIELDS, KernelParams
+from ..kernels.operations import LogitTransform, Statistics
 from ..teacher import Teacher, TopKTeacher
 from .backward import refuse_double_backward
-from .chunks import Scorer, Visit, new_scorer
+from .chunk_size import Visit, visit
 from .kept import make_token_mask
 from .lm_head import LMHead
+from .loop import Pass
 from .products import pinned_matmul_precision
 from .shared import (
     is_capturing,
@@ -75,29 +75,38 @@ def logps_from_hidden(
     if any(requires_grad_flags(hidden, weight, bias)):
         return _Logps.apply(hidden, weight, bias, call)
     with torch.no_grad():
-        values, _ = _compute((hidden, weight, bias), call)
-    entropy = _column(values, 1, call) if call.want_entropy else None
-    return _column(values, 0, call), entropy, _divergence(values, call)
+        stats, known = _compute((hidden, weight, bias), call)
+    entropy = _shaped(stats.entropy, call) if call.want_entropy else None
+    return _shaped(stats.logp, call), entropy, _divergence(known, call)
 
 
 Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
 AnyTeacher = Union[TeacherHead, TopKHead, None]
 
 
-def open_scorer(
+class Opened(NamedTuple):
+    """A pass for log-probabilities alone; its tokens."""
+
+    head: LMHead
+    tokens: Pass
+    mask: Optional[Tensor]  # (N,) bool, None where there is none
+    every_row: bool  # no shape may depend on values
+    visit: Visit
+
+
+def open_pass(
     inputs: Inputs,
     call: LogpsCall,
-    values: TokenValues,
+    stats: Statistics,
     *,
     wants: Sequence[bool] = (False, False, False),
     chunk_rows: Optional[int] = None,
     teacher: AnyTeacher = None,
-) -> tuple[LMHead, Scorer, Optional[Tensor], bool, Optional[Visit]]:
-    """(The head; a scorer for log-probabilities alone, no objective; the mask (N,) bool, None where there is none;
-    whether no shape may depend on values; with a sampling mask the tokens that are not `gathered`)."""
+) -> Opened:
+    """Prepares the tokens of a call, whose statistics are written to `stats`."""
     ids, mask, per_token, kept_ids, kept_counts = call.tokens
     number, logit_scale, softcap, theta = call.numbers
-    count, dtype, device, kernels = ids.numel(), values.columns.dtype, ids.device, get_backend(call.backend)
+    count, dtype, device, kernels = ids.numel(), stats.logp.dtype, ids.device, get_backend(call.backend)
     if theta:
         refuse_capture(device)
     head = LMHead(
@@ -105,22 +114,25 @@ def open_scorer(
         vocab_slice=call.vocab_slice,
         teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
     )  # fmt: skip
-    mask, static = None if mask is None else mask.reshape(-1).bool(), is_capturing(device)
-    head.keep = mask if static else None
+    mask, every_row = None if mask is None else mask.reshape(-1).bool(), is_capturing(device)
+    head.keep = mask if every_row else None
     if per_token is None:
         temperature = torch.full((count,), number, dtype=dtype, device=device)
     else:
         expanded = per_token.detach().reshape(-1).expand(count)
         temperature = _filled(expanded, mask, 1.0).to(device=device, dtype=dtype)
-    sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=static)
+    sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=every_row)
     sampled = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
-    params = KernelParams(logit_scale=logit_scale, softcap=softcap)
-    scorer = new_scorer(theta or None, head, sampled.contiguous().long(), temperature, params, kernels, values)
-    others = None
+    tokens = Pass(
+        head, sampled.contiguous().long(), temperature, LogitTransform(logit_scale, softcap), stats,
+        sparse_backward=theta or None, teacher=teacher,
+    )  # fmt: skip
+    chosen = None
     if sampling_mask is not None:
-        others = scorer.add_mask(sampling_mask, torch.ones_like(sampled, dtype=torch.bool) if mask is None else mask)
-    scorer.teacher = teacher
-    return head, scorer, mask, static, others
+        chosen = tokens.add_mask(sampling_mask, mask, mask)
+    if chosen is None:
+        chosen = visit(mask, mask, None, every_row=every_row)
+    return Opened(head, tokens, mask, every_row, chosen)
 
 
 def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = None) -> None:
@@ -137,33 +149,30 @@ def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
 
 
 @unseen_by_modes
-def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, AnyTeacher]:
-    """logp, entropy, lse, and with a teacher the divergence. To be called under no_grad."""
+def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
+    """(statistics, 0 at masked positions, and the teacher with its divergence). To be called under no_grad."""
     hidden, count = inputs[0], call.tokens.completion_ids.numel()
     dtype = table_dtype(call.compute_dtype or hidden.dtype)
     with pinned_matmul_precision(hidden.device):
         teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), count, dtype)
-        columns = 2 if teacher is None else len(VALUE_FIELDS)
-        values = no_values(count, dtype, hidden.device, columns=columns)
-        head, scorer, mask, static, others = open_scorer(inputs, call, values, teacher=teacher)
-        check_call(call, head.vocab_size)
-        scorer.score_gathered()
-        if others is not None:
-            index = others.scored
-        else:
-            index = None if static or mask is None else mask.nonzero().squeeze(1)
-        scorer.score(index, entropy=call.want_entropy)
+        stats = Statistics.zeros(count, hidden.device, dtype)
+        vocab_size = inputs[1].shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
+        check_call(call, vocab_size)
+        head, tokens, mask, every_row, chosen = open_pass(inputs, call, stats, teacher=teacher)
+        tokens.forward(chosen.scored, entropy=call.want_entropy)
         head.release()
-        return values.only(mask) if static and mask is not None else values, teacher
+        if every_row and mask is not None:
+            stats = Statistics(*(torch.where(mask, x, 0.0) for x in stats))
+        return stats, teacher
 
 
-def _column(values: TokenValues, column: int, call: LogpsCall) -> Tensor:
+def _shaped(x: Tensor, call: LogpsCall) -> Tensor:
     """A copy that is no view: autograd forbids to change a view that a function returns in place."""
-    return values.columns[column].view(call.tokens.completion_ids.shape).clone()
+    return x.view(call.tokens.completion_ids.shape).clone()
 
 
-def _divergence(values: TokenValues, call: LogpsCall) -> Optional[Tensor]:
-    return None if call.teacher is None else values.divergence.reshape(call.tokens.completion_ids.shape).clone()
+def _divergence(teacher: AnyTeacher, call: LogpsCall) -> Optional[Tensor]:
+    return None if teacher is None else _shaped(teacher.divergence, call)
 
 
 @unseen_by_modes
@@ -183,26 +192,25 @@ def _compute_gradients(
     entropy, lse = results
     check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
-        columns = no_values(entropy.numel(), entropy.dtype, entropy.device).columns
-        values = TokenValues(columns, lse)
-        values.entropy.copy_(entropy)
-        head, scorer, mask, static, _ = open_scorer(inputs, call, values, wants=wants, teacher=teacher)
+        stats = Statistics(torch.zeros_like(entropy), lse.clone(), entropy.clone())
         if teacher is not None:
-            teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), mask, 0.0)
-        g_logp, g_entropy = (_filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
-        scorer.gradient(g_logp, g_entropy, static_shapes=static)
+            flat = None if call.tokens.mask is None else call.tokens.mask.reshape(-1).bool()
+            teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), flat, 0.0)
+        head, tokens, mask, every_row, _ = open_pass(inputs, call, stats, wants=wants, teacher=teacher)
+        dlogp, dentropy = (_filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
+        tokens.backward(dlogp, dentropy, every_row=every_row)
         return head.gradients().without_scales()
 
 
 class _Logps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
-        values, ctx.teacher = _compute((hidden, weight, bias), call)
+        stats, ctx.teacher = _compute((hidden, weight, bias), call)
         ctx.call, given = call._replace(tokens=None), [*call.tokens]
         if call.teacher is not None:  # autograd notices changes, which inference tensors do not count
             given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor) and not x.is_inference()]
-        ctx.save_for_backward(hidden, weight, bias, values.entropy, values.lse, *given)
-        return _column(values, 0, call), _column(values, 1, call), _divergence(values, call)
+        ctx.save_for_backward(hidden, weight, bias, stats.entropy, stats.lse, *given)
+        return _shaped(stats.logp, call), _shaped(stats.entropy, call), _divergence(ctx.teacher, call)
 
     @staticmethod
     def backward(ctx, *outer):
@@ -228,8 +236,8 @@ def logps(
     each (N,), since the caller may change what it got. `tokens`: LogpsTokens."""
     call = LogpsCall(LogpsTokens(*tokens), numbers, want_entropy, backend, compute_dtype)  # type: ignore[arg-type]
     with torch.no_grad():
-        values, _ = _compute((hidden, weight, bias), call)
-    return _column(values, 0, call), _column(values, 1, call), values.entropy.clone(), values.lse
+        stats, _ = _compute((hidden, weight, bias), call)
+    return _shaped(stats.logp, call), _shaped(stats.entropy, call), stats.entropy, stats.lse
 
 
 @logps.register_fake

@@ -18,16 +18,18 @@ from torch import Tensor
 
 from ..checks.arguments import check_offsets, check_token_values, check_values
 from ..checks.plain import stored
-from ..config import GRPOConfig, config_from_key
-from ..contract import Backend, Sums, TokenInputs
+from ..config import config_from_key
 from ..kernels import get_backend
-from ..names import FIELD, MASK_SUMS, SPARSE_SUMS
+from ..kernels.operations import LogitTransform, Statistics
+from ..objective.loss import GRPOLoss
+from ..objective.metrics import Batch
+from ..objective.tokens import TokenInputs, Tokens, plan
 from ..teacher import Teacher, TopKTeacher
 from .backward import FinishedGradients, finish_in_forward, refuse_double_backward, times, waiting_dtype
-from .chunks import evaluate, run
+from .chunk_size import visit
 from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
-from .plan import Plan, keep_entropies, make_plan
+from .loop import Pass, run
 from .products import pinned_matmul_precision
 from .shared import is_capturing, no_gradients, refuse_capture, table_dtype, takes_operator, unseen_by_modes
 from .teacher import TeacherHead, TopKHead, new_teacher
@@ -40,13 +42,10 @@ _WEIGHT_BOUND_TOKENS = 256
 
 
 class LossCall(NamedTuple):
-    """What a call of the loss computes, besides the inputs that may need gradients."""
+    """A call of the loss from hidden states."""
 
     completion_ids: Tensor
-    tokens: TokenInputs
-    num_groups: int
-    config: GRPOConfig
-    backend: str
+    batch: Batch
     compute_dtype: Optional[torch.dtype]  # of the products, where it is not the inputs' own
     wants: Sequence[bool]  # which of hidden, weight, bias need gradients; or the logits
     accumulate_into: Optional[Tensor] = None  # float32, like the weight, whose gradient each backward adds to it
@@ -56,26 +55,28 @@ class LossCall(NamedTuple):
     @property
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
-        return self.config.key, self.num_groups, self.backend, self.compute_dtype, describe(*self.tokens)
+        batch = self.batch
+        return batch.config.key, batch.num_groups, batch.backend, self.compute_dtype, describe(*batch.tokens)
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
-    """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias. With a teacher
-    the divergence comes last."""
+    """Returns (loss, logps, entropy, what metrics are computed from, other numbers); the loss is differentiable in
+    hidden, weight and bias. With a teacher the divergence comes last."""
     beyond = dict(vocab_parallel_group=call.vocab_slice, teacher=call.teacher, accumulate_into=call.accumulate_into)
     if takes_operator(hidden, **beyond):
-        loss, logps, entropy, numbers, *_ = grpo_loss(
+        batch = call.batch
+        loss, logps, entropy, found, others, *_ = grpo_loss(
             hidden,
             weight,
             bias,
-            tokens=[call.completion_ids, *call.tokens],
-            num_groups=call.num_groups,
-            config_key=call.config.key,
-            backend=call.backend,
+            tokens=[call.completion_ids, *batch.tokens],
+            num_groups=batch.num_groups,
+            config_key=batch.config.key,
+            backend=batch.backend,
             compute_dtype=call.compute_dtype,
             wants=list(call.wants),
         )
-        return loss, logps.detach(), entropy, numbers
+        return loss, logps.detach(), entropy, found, others
     if any(call.wants):
         return finish_in_forward("fused_grpo_loss", partial(_compute, call=call), hidden, weight, bias)
     with torch.no_grad():
@@ -87,7 +88,8 @@ def _compute(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     """(results, gradients). To be called under no_grad."""
-    ids, config, kernels, inputs = call.completion_ids, call.config, get_backend(call.backend), _stored(call.tokens)
+    ids, config, kernels = call.completion_ids, call.batch.config, get_backend(call.batch.backend)
+    inputs = _stored(call.batch.tokens)
     with pinned_matmul_precision(hidden.device):
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
         teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype)
@@ -100,36 +102,64 @@ def _compute(
         check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
         check_token_values(inputs)
         head.keeps_pairs = config.sparse_backward is not None and call.accumulate_into is not None
-        static = _computes_every_row(call, hidden.device)
-        plan = make_plan(
-            inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype,
-            has_teacher=teacher is not None,
-        )  # fmt: skip
-        if static and inputs.completion_mask is not None:
-            head.keep = plan.tokens.scored
-        results, gradients = _loss_of_head(head, plan, kernels, call, teacher), head.gradients()
+        every_row = _computes_every_row(call, hidden.device)
+        tokens = plan(inputs, ids, config, dtype, has_teacher=teacher is not None)
+        if every_row and inputs.completion_mask is not None:
+            head.keep = tokens.scored
+        results = _loss_of_head(head, tokens, inputs, call, teacher, every_row=every_row)
+        gradients = head.gradients()
     gradients.accumulate_into = call.accumulate_into
     return results, gradients
 
 
 def _loss_of_head(
     head: Union[LMHead, GivenLogits],
-    plan: Plan,
-    kernels: Backend,
+    tokens: Tokens,
+    inputs: TokenInputs,
     call: LossCall,
     teacher: Union[TeacherHead, TopKHead, None] = None,
+    *,
+    every_row: bool,
 ) -> tuple[Tensor, ...]:
-    """(loss, logps, entropy, numbers of Sums), with a teacher the divergence; the gradients are left in `head`."""
-    tokens, shape = call.tokens, call.completion_ids.shape
+    """`loss_from_hidden`; the gradients are left in `head`."""
+    config, shape, by_sequence = call.batch.config, call.completion_ids.shape, tokens.rules.whole_sequences
     # The rows of given logits are all computed, whatever the mask: they decide no shape.
-    is_static = (isinstance(head, LMHead) and plan.is_static) or is_capturing(call.completion_ids.device)
-    mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, head.vocab_size, is_static=is_static)
-    values, sums = run(head, plan, kernels, gradients=any(call.wants), sampling_mask=mask, teacher=teacher)
-    both = values.columns.narrow_copy(0, 0, 2).view(2, *shape)  # without the other columns
-    results = sums.loss.clone(), both[0], both[1], sums.numbers
-    if teacher is None:
-        return results
-    return *results, torch.where(plan.tokens.scored, values.divergence, 0.0).view(shape)
+    is_static = (isinstance(head, LMHead) and every_row) or is_capturing(call.completion_ids.device)
+    mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, head.vocab_size, is_static=is_static)
+    stats = Statistics.zeros(tokens.ids.numel(), tokens.ids.device, tokens.advantage.dtype)
+    transform = LogitTransform(config.logit_scale, config.logit_softcap or 0.0)
+    if teacher is not None:
+        teacher.weight = config.distill_coef * tokens.dloss_direct
+    p = Pass(
+        head, tokens.ids, tokens.temperature, transform, stats, sparse_backward=config.sparse_backward, teacher=teacher
+    )
+    chosen = None
+    sequences = tokens.sequences if by_sequence else None
+    if mask is not None:
+        chosen = p.add_mask(mask, tokens.scored, tokens.active, None if sequences is None else sequences.offsets)
+    if chosen is None:
+        chosen = visit(tokens.scored, tokens.active, sequences, every_row=every_row)
+    divergence = None if teacher is None else teacher.divergence
+    loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence)
+    has_entropy = tokens.rules.has_entropy
+    run(p, loss, chosen, gradients=any(call.wants), has_entropy=has_entropy, every_row=every_row)
+    if every_row and tokens.scored is not None:  # rows that do not count were computed too
+        for x in (stats.logp, stats.entropy, *([] if divergence is None else [divergence])):
+            x.copy_(torch.where(tokens.scored, x, 0.0))
+    value, record = loss.finish()
+    others = []
+    if mask is not None:
+        others.append(p.mask_sums())
+    if p.pairs is not None:
+        others.append(p.pairs.sums())
+    if isinstance(teacher, TopKHead):
+        counted = teacher.mass if tokens.scored is None else torch.where(tokens.scored, teacher.mass, 0.0)
+        others.append(counted.sum()[None])
+    both = record.narrow_copy(0, 0, 2).view(2, *shape)  # logp and entropy, without the other fields
+    empty = record.new_zeros(0)
+    numbers = torch.cat([x.to(record.dtype) for x in others]) if others else empty
+    results = value, both[0], both[1], record, numbers
+    return results if divergence is None else (*results, divergence.view(shape).clone())
 
 
 def _stored(tokens: Sequence[Optional[Tensor]]) -> TokenInputs:
@@ -139,18 +169,19 @@ def _stored(tokens: Sequence[Optional[Tensor]]) -> TokenInputs:
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     """Whether nothing is read back to the host, and so no row left out."""
-    sparse = call.config.sparse_backward is not None
+    config, inputs = call.batch.config, call.batch.tokens
+    sparse = config.sparse_backward is not None
     if sparse:
         refuse_capture(device)
-    if call.config.static_shapes or is_capturing(device):
+    if config.static_shapes or is_capturing(device):
         return True
     # Which rows; lengths; how many entries.
-    reads_anyway = call.tokens.kept_counts is not None or call.tokens.cu_seqlens is not None or sparse
+    reads_anyway = inputs.kept_counts is not None or inputs.cu_seqlens is not None or sparse
     return device.type != "cpu" and call.completion_ids.numel() <= _WEIGHT_BOUND_TOKENS and not reads_anyway
 
 
 def loss_from_logits(logits: Tensor, call: LossCall, *, inplace: bool) -> tuple[Tensor, ...]:
-    """(loss, logps, entropy, numbers of Sums) from logits (B, T, V) or (N, V); the loss is differentiable in them.
+    """`loss_from_hidden` from logits (B, T, V) or (N, V); the loss is differentiable in them.
 
     inplace: the gradient replaces the logits, if their memory allows it.
     """
@@ -162,21 +193,18 @@ def _compute_from_logits(
     logits: Tensor, *, call: LossCall, inplace: bool
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     """Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied."""
-    tokens, kernels = _stored(call.tokens), get_backend(call.backend)
+    inputs, kernels = _stored(call.batch.tokens), get_backend(call.batch.backend)
     flat = stored(logits.detach())[0].reshape(-1, logits.shape[-1])
     reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
     reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
-    writes = any(call.wants) or tokens.kept_ids is not None  # gradients; -inf for ids that were not kept
+    writes = any(call.wants) or inputs.kept_ids is not None  # gradients; -inf for ids that were not kept
     if (writes and not reused) or flat.stride(-1) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
-    dtype = table_dtype(logits.dtype)
-    plan = make_plan(
-        tokens, call.completion_ids, call.config, call.num_groups, kernels, static_shapes=True, dtype=dtype
-    )
-    if any(call.wants) and tokens.completion_mask is not None:
-        _clear_rows(flat, ~plan.tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
-    head = GivenLogits(flat)
-    results = _loss_of_head(head, plan, kernels, call)
+    tokens = plan(inputs, call.completion_ids, call.batch.config, table_dtype(logits.dtype))
+    if any(call.wants) and tokens.scored is not None:
+        _clear_rows(flat, ~tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
+    head = GivenLogits(flat, kernels)
+    results = _loss_of_head(head, tokens, inputs, call, every_row=True)
     if any(call.wants) and reused:
         torch.autograd.graph.increment_version(logits)
     gradient = flat.view(logits.shape) if any(call.wants) else None
@@ -202,37 +230,42 @@ def grpo_loss(
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy, numbers of Sums, dhidden, dweight, dbias).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns (loss, logps, entropy, what metrics are computed from, other numbers, dhidden, dweight, dbias).
 
     `tokens`: completion_ids, then the fields of TokenInputs. Unwanted gradients are empty.
     """
-    completion_ids, *given = tokens
-    inputs, config = TokenInputs(*given), config_from_key(config_key)  # type: ignore[arg-type]
-    call = LossCall(cast(Tensor, completion_ids), inputs, num_groups, config, backend, compute_dtype, wants)
+    batch = _batch_of(tokens, num_groups, config_key, backend)
+    call = LossCall(cast(Tensor, tokens[0]), batch, compute_dtype, wants)
     with torch.no_grad():
-        (loss, logps, entropy, numbers), gradients = _compute(hidden, weight, bias, call)
-    results = loss, logps.clone(), entropy.clone(), numbers  # the results of an operator share no memory
+        (loss, logps, entropy, *found), gradients = _compute(hidden, weight, bias, call)
+    results = loss, logps.clone(), entropy.clone(), *found  # the results of an operator share no memory
     for g, scale in zip(gradients.tensors, gradients.scales, strict=True):
         if g is not None and scale is not None:
             g.div_(scale)
     return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors)
 
 
+def _batch_of(tokens: Sequence[Optional[Tensor]], num_groups: int, config_key: str, backend: str) -> Batch:
+    """From what an operator receives; tokens: a tensor of their shape, then the fields of TokenInputs."""
+    per_token, *given = tokens
+    inputs, config = TokenInputs(*given), config_from_key(config_key)  # type: ignore[arg-type]
+    assert per_token is not None
+    sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    return Batch(inputs, config, backend, per_token.shape, sequences, num_groups)
+
+
 @grpo_loss.register_fake
 def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dtype, wants):
-    completion_ids, *tokens = tokens
-    inputs, config = TokenInputs(*tokens), config_from_key(config_key)
-    dtype = table_dtype(compute_dtype or hidden.dtype)
-    f = hidden.new_empty
+    ids, dtype, f = tokens[0], table_dtype(compute_dtype or hidden.dtype), hidden.new_empty
+    batch = _batch_of(tokens, num_groups, config_key, backend)
     given = (hidden, weight, weight if bias is None else bias)
-    others = int(config.entropy_kept_only) + (0 if inputs.kept_ids is None else len(MASK_SUMS))
-    others += 0 if config.sparse_backward is None else len(SPARSE_SUMS)
     return (
         f((), dtype=dtype),
-        f(completion_ids.shape, dtype=dtype),
-        f(completion_ids.shape, dtype=dtype),
-        empty_sums(hidden, completion_ids, inputs, num_groups, dtype, others),
+        f(ids.shape, dtype=dtype),
+        f(ids.shape, dtype=dtype),
+        f((len(batch.record_fields), ids.numel()), dtype=dtype),
+        f(sum(batch.others.values()), dtype=dtype),
         *(
             x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
@@ -263,12 +296,6 @@ def _hand_out_gradients(operator: Any, name: str, count: int) -> None:
 _hand_out_gradients(grpo_loss, "fused_grpo_loss", 3)
 
 
-def empty_sums(like, per_token, inputs, num_groups, dtype, others):
-    """Numbers of Sums without values, for tokens (B, T), or (N,) with offsets, and so many others."""
-    sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    return like.new_empty(Sums.size(sequences, num_groups) + others, dtype=dtype)
-
-
 @torch.library.custom_op("grpo_kernels::policy_loss", mutates_args=())
 def policy_loss(
     logps: Tensor,
@@ -278,31 +305,29 @@ def policy_loss(
     config_key: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, numbers of Sums, d loss / d logps, d loss / d entropy), all O(N) and in float32 or better."""
-    inputs, config = _stored(tokens), config_from_key(config_key)
+    """Returns (loss, what metrics are computed from, d loss / d logps, d loss / d entropy), all O(N) and in float32 or
+    better."""
+    inputs, config, dtype = _stored(tokens), config_from_key(config_key), table_dtype(logps.dtype)
     check_offsets(inputs.cu_seqlens, logps.numel())
     check_token_values(inputs)
     with torch.no_grad():
-        kernels, dtype = get_backend(backend), table_dtype(logps.dtype)
-        plan = make_plan(inputs, logps, config, num_groups, kernels, static_shapes=True, dtype=dtype)
-        planned, values = plan.tokens, plan.tokens.values
-        for known, given in ((values.logp, logps), (values.entropy, entropy)):
-            known.copy_(torch.where(planned.scored, given.reshape(-1), 0.0))
-        evaluate(plan, kernels)
-        bonus = [keep_entropies(planned)] if config.entropy_kept_only else []
-        sums = kernels.sums(planned, plan.params, plan.group_index, plan.num_groups)
-        weight_entropy = planned.table[FIELD["weight_entropy"]]
-        gradients = (torch.where(planned.scored, g, 0.0) for g in (values.g_logp, weight_entropy))
-    numbers = torch.cat([sums.numbers, *bonus]) if bonus else sums.numbers
-    return sums.loss.clone(), numbers, *(g.view(logps.shape) for g in gradients)
+        planned = plan(inputs, logps, config, dtype)
+        logp, nats = (x.detach().reshape(-1).to(dtype) for x in stored(logps, entropy))
+        logp = torch.where(nats.isnan(), torch.nan, logp)
+        if planned.scored is not None:
+            logp, nats = (torch.where(planned.scored, x, 0.0) for x in (logp, nats))
+        loss = GRPOLoss(planned, logp, nats)
+        gradients = loss.of_all()
+        value, record = loss.finish()
+    return value, record, *(g.reshape(logps.shape).clone() for g in gradients)
 
 
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
-    others = int(config_from_key(config_key).entropy_kept_only)
-    numbers = empty_sums(logps, logps, TokenInputs(*tokens), num_groups, dtype, others)
-    return f((), dtype=dtype), numbers, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
+    batch = _batch_of([logps, *tokens], num_groups, config_key, backend)
+    record = f((len(batch.record_fields), logps.numel()), dtype=dtype)
+    return f((), dtype=dtype), record, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
 
 
 _hand_out_gradients(policy_loss, "grpo_loss_from_logps", 2)

@@ -89,15 +89,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         part += product(rows, b)
 
 
-def transposed_columns(width: int) -> int:
-    """Columns of dlogits in one product h^T dlogits (H, columns) of bfloat16 on a CPU.
-
-    The result, about 4 MiB, is still in a cache when it is added in its place (csrc/cpu/transpose.cpp). An odd multiple
-    of 32, since rows a power of two apart would fall into few sets of a cache.
-    """
-    return max(1, 2**21 // (64 * width)) * 64 + 32
-
-
 _lock, _depth, _restore = threading.Lock(), 0, False
 _UNCHANGED = nullcontext()
 _matmul = torch.backends.cuda.matmul

@@ -1,6 +1,6 @@
 """Sparse gradients, config.sparse_backward: products over the few entries of d loss / d logits that are left.
 
-A row kernel writes the entries of a chunk as pairs of an id and a number (contract.SparseRule says which). Pairs are
+A row kernel writes the entries of a chunk as pairs of an id and a number (operations.SparseRule says which). Pairs are
 collected, and go through the products of kept ids, as those of tokens with a sampling mask do: all at the end, or
 before that in portions, where they would take more memory than a quarter of a chunk's logits. A token whose pairs would
 take longer there than its share of two dense products gets those, from its logits computed again: its gradient is
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
+from ..kernels.operations import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
 from ..kernels.torch.kept import padded
 from .kept import most_kept, places_of, split
 from .lm_head import LMHead

@@ -26,8 +26,15 @@ from torch import Tensor
 from ..checks.arguments import products_dtype
 from ..checks.plain import check_gathered
 from ..config import GRPOConfig
-from ..contract import Backend, LogitChunk, RowGradients, Rows, TeacherLogits, TokenValues, no_values
-from ..names import TeacherParams
+from ..kernels.operations import (
+    Backend,
+    LogitChunk,
+    RowGradients,
+    Rows,
+    Statistics,
+    TeacherLogits,
+    TeacherTransform,
+)
 from ..teacher import Teacher, TopKTeacher
 from .kept import KeptLogits
 from .lm_head import LMHead
@@ -46,10 +53,10 @@ class TeacherHead:
         if logits_dtype is not None:  # of the policy: float32, or its own type, which need not be the teacher's
             logits_dtype = logits_dtype if logits_dtype.itemsize > 2 else None
         self.head = LMHead(inputs, backend, compute_dtype=compute_dtype, logits_dtype=logits_dtype, chunk_rows=1)
-        self.params = config.teacher_params(teacher)
+        self.transform = config.teacher_transform(teacher)
         self.offset = torch.zeros(count, dtype=dtype, device=teacher.hidden.device)
         self.lse = self.offset.new_zeros(count, dtype=torch.float64)
-        self.weight = torch.zeros_like(self.offset)
+        self.weight, self.divergence = torch.zeros_like(self.offset), torch.zeros_like(self.offset)
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -58,7 +65,8 @@ class TeacherHead:
     def beside(self, head: Any, rows: Rows) -> TeacherLogits:
         """For the rows whose logits `head`, an LMHead, has just computed."""
         logits = self.head.logits(rows, head.scratch.teacher_logits(rows.count))
-        return TeacherLogits(logits, self.head.folded_bias, self.params, self.weight, self.offset, self.lse)
+        given = self.weight, self.divergence, self.offset, self.lse
+        return TeacherLogits(logits, self.head.folded_bias, self.transform, *given)
 
 
 # --- K ids -----------------------------------------------------------------------------------------------------------
@@ -85,7 +93,7 @@ class TopKHead:
 
     weight: Tensor
 
-    def __init__(self, teacher: TopKTeacher, params: TeacherParams, dtype: torch.dtype) -> None:
+    def __init__(self, teacher: TopKTeacher, transform: TeacherTransform, dtype: torch.dtype) -> None:
         k = teacher.ids.shape[-1]
         ids, logps = teacher.ids.reshape(-1, k).long(), teacher.logps.reshape(-1, k).double()
         order = torch.where(ids >= 0, ids, torch.iinfo(torch.int64).max).argsort(1)  # as a sampling mask has them
@@ -95,8 +103,9 @@ class TopKHead:
         self.ids = torch.where(used, ids, ids[:, :1]).clamp_(min=0)
         self.used, self.log_q = used, torch.where(used, logps, -torch.inf)
         self.mass = self.log_q.exp().sum(1)
-        self.params, self.mode = params, teacher.mode
-        self.rest = no_values(len(ids), dtype, ids.device, columns=2)  # statistics without the K ids
+        self.transform, self.mode = transform, teacher.mode
+        self.rest = Statistics.zeros(len(ids), ids.device, dtype)  # without the K ids
+        self.divergence = torch.zeros_like(self.rest.logp)
 
     def holds(self, sampled: Tensor) -> Tensor:
         """(N,) bool: the sampled id (N,) is among the K."""
@@ -104,16 +113,16 @@ class TopKHead:
 
     def put_divergence(self, chunk: LogitChunk, backend: Backend) -> None:
         """After the statistics of a chunk, whose logits are as before afterwards."""
-        rows, values = chunk.rows, chunk.values
+        rows = chunk.rows
         if self.mode == "tail":
             place = _places(chunk.logits, rows.take(self.ids))
             kept = chunk.logits[place]
             chunk.logits[place] = -torch.inf  # scatter_ would copy all of the logits, whose rows have gaps
-            backend.statistics(chunk._replace(values=self.rest))
+            backend.statistics(chunk._replace(stats=self.rest))
             chunk.logits[place] = kept
         log_p, _ = _log_p(chunk, rows.take(self.ids))
         found = self._slopes(chunk, log_p)
-        rows.put(values.divergence, found.divergence.to(values.columns.dtype))
+        rows.put(self.divergence, found.divergence.to(self.divergence.dtype))
 
     def entries(
         self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor, Tensor]
@@ -121,45 +130,45 @@ class TopKHead:
         """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
         entries). coefficients (N,): these two and d loss / d divergence. To be called before the gradient takes the
         place of the logits."""
-        rows, values, sampled = chunk.rows, chunk.values, chunk.rows.take(chunk.ids)
+        rows, stats, sampled = chunk.rows, chunk.stats, chunk.rows.take(chunk.ids)
         g_logp, g_entropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
         columns = torch.cat([rows.take(self.ids), sampled[:, None]], 1)
         log_p, chain = _log_p(chunk, columns)
         found = self._slopes(chunk, log_p[:, :-1])
         p = log_p.exp()
-        log_rest = self._log_rest(rows, values)
+        log_rest = self._log_rest(rows, stats)
         outside, of_rest = found.outside[:, None], found.of_rest[:, None]
         is_inside = (columns[:, :-1] == sampled[:, None]) & rows.take(self.used)
         inside = torch.where(is_inside, found.inside, 0.0).sum(1, keepdim=True)  # of the sampled id, if it is there
         share = (log_p[:, -1:] - log_rest).exp()
         of_sampled = torch.where(is_inside.any(1, keepdim=True), inside, p[:, -1:] * outside + share * of_rest)
         slope = torch.where(weight != 0, weight * torch.cat([found.inside, of_sampled], 1), 0.0)
-        entropy = torch.where(g_entropy != 0, rows.take(values.entropy).double()[:, None], 0.0)
+        entropy = torch.where(g_entropy != 0, rows.take(stats.entropy).double()[:, None], 0.0)
         surprise = torch.where(p == 0, 0.0, p * (log_p + entropy))
         gradient = slope - g_logp * p - g_entropy * surprise + g_logp * (columns == sampled[:, None])
         # The row kernel computes e^(z_j - lse) (-g_logp - g_entropy (z_j - lse + H)); here lse is that of the rest, so
         # the coefficients are times its mass, and H moves along.
         mass = log_rest.exp()
         g_others = mass * g_logp - torch.where(weight != 0, weight * (mass * outside + of_rest), 0.0)
-        lse, moved = rows.take(values.lse)[:, None] + log_rest, rows.take(values.entropy).double()[:, None] + log_rest
-        others = TokenValues(values.columns.clone(), values.lse.clone())
+        lse, moved = rows.take(stats.lse)[:, None] + log_rest, rows.take(stats.entropy).double()[:, None] + log_rest
+        others = Statistics(*(x.clone() for x in stats))
         at_logp, at_entropy = (x.clone() for x in coefficients[:2])
         changed = (others.lse, lse), (others.entropy, moved), (at_logp, g_others), (at_entropy, mass * g_entropy)
         for kept, x in changed:
             rows.put(kept, x.squeeze(1).to(kept.dtype))
-        return chunk._replace(values=others), at_logp, at_entropy, Entries(columns, gradient * chain)
+        return chunk._replace(stats=others), at_logp, at_entropy, Entries(columns, gradient * chain)
 
-    def _log_rest(self, rows: Rows, values: TokenValues) -> Tensor:
+    def _log_rest(self, rows: Rows, stats: Statistics) -> Tensor:
         """(C, 1) log of the policy's mass outside of the K ids; 0 where it is not needed, or there is no other id."""
         if self.mode != "tail":
-            return torch.zeros(rows.count, 1, dtype=torch.float64, device=values.lse.device)
-        log_rest = (rows.take(self.rest.lse) - rows.take(values.lse))[:, None]
+            return torch.zeros(rows.count, 1, dtype=torch.float64, device=stats.lse.device)
+        log_rest = (rows.take(self.rest.lse) - rows.take(stats.lse))[:, None]
         return torch.where(log_rest > -torch.inf, log_rest, 0.0)
 
     def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> Slopes:
         """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
-        rows, params = chunk.rows, self.params
-        used, log_q, lse = rows.take(self.used), rows.take(self.log_q), rows.take(chunk.values.lse)
+        rows, transform = chunk.rows, self.transform
+        used, log_q, lse = rows.take(self.used), rows.take(self.log_q), rows.take(chunk.stats.lse)
         log_p = log_p.masked_fill(~used, -torch.inf)
         if self.mode == "renormalize":
             log_p, log_q = (x - x.logsumexp(1, keepdim=True) for x in (log_p, log_q))
@@ -171,8 +180,8 @@ class TopKHead:
             rest = torch.stack([log_rest, torch.where(has_rest, others, -torch.inf)], 1)
             outcomes = torch.cat([log_p, rest[:, :1]], 1), torch.cat([log_q, rest[:, 1:]], 1)
         p = outcomes[0].exp()
-        divergence, pull = _divergence(*outcomes, params)
-        if self.mode == "truncate" and params.divergence == "reverse_kl":
+        divergence, pull = _divergence(*outcomes, transform)
+        if self.mode == "truncate" and transform.divergence == "reverse_kl":
             pull = pull + p  # whose sum over all outcomes is 1 in the other modes
         mean = pull.sum(1)
         inside = pull - p * mean[:, None]
@@ -187,7 +196,7 @@ class KeptTeacher(TeacherHead):
     """The ids of a TopKTeacher where they are a token's sampling mask: its log-probabilities beside the kept logits."""
 
     def __init__(self, top_k: TopKHead, head: KeptLogits, temperature: Tensor) -> None:
-        self.params, self.weight = top_k.params, top_k.weight
+        self.transform, self.weight, self.divergence = top_k.transform, top_k.weight, top_k.divergence
         self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.mass)
         # A row kernel divides by the temperature again. The ids of a row stand in the order of `log_q`.
         log_q, self._logits = top_k.log_q * temperature.double()[:, None], {}
@@ -198,16 +207,18 @@ class KeptTeacher(TeacherHead):
             self._logits[id(rows)][:, :width] = rows.take(log_q)[:, :width]
 
     def beside(self, head: Any, rows: Rows) -> TeacherLogits:
-        return TeacherLogits(self._logits[id(rows)], None, self.params, self.weight, self.offset, self.lse)
+        return TeacherLogits(
+            self._logits[id(rows)], None, self.transform, self.weight, self.divergence, self.offset, self.lse
+        )
 
 
-def _divergence(log_p: Tensor, log_q: Tensor, params: TeacherParams) -> tuple[Tensor, Tensor]:
+def _divergence(log_p: Tensor, log_q: Tensor, transform: TeacherTransform) -> tuple[Tensor, Tensor]:
     """(D (C,), p dD/dp (C, outcomes)); "reverse_kl": without the p of its derivative."""
-    p, q, b = log_p.exp(), log_q.exp(), params.divergence_beta
-    if params.divergence == "reverse_kl":
+    p, q, b = log_p.exp(), log_q.exp(), transform.divergence_beta
+    if transform.divergence == "reverse_kl":
         pull = p * _ratio(log_p, log_q)
         return pull.sum(1), pull
-    if params.divergence == "forward_kl":
+    if transform.divergence == "forward_kl":
         return (q * _ratio(log_q, log_p)).sum(1), -q
     log_m = torch.logaddexp(log_p + math.log(1 - b), log_q + math.log(b))
     pull = (1 - b) * p * _ratio(log_p, log_m)
@@ -230,16 +241,16 @@ def write_over(entries: Entries, written: RowGradients) -> None:
 
 def _log_p(chunk: LogitChunk, columns: Tensor) -> tuple[Tensor, Tensor]:
     """(log-probabilities, derivative of z by the logits) of these columns (C, K), in float64."""
-    params = chunk.params
+    transform = chunk.transform
     u = chunk.logits[_places(chunk.logits, columns)].double()
     if chunk.bias is not None:
         u = u + chunk.bias.double()[columns]
     temperature = chunk.rows.take(chunk.temperature).double()[:, None]
-    z, chain = u * params.logit_scale, params.logit_scale / temperature
-    if params.softcap:
-        tanh = (z / params.softcap).tanh()
-        z, chain = torch.where(z == -torch.inf, z, tanh * params.softcap), chain * (1 - tanh * tanh)
-    return z / temperature - chunk.rows.take(chunk.values.lse)[:, None], chain
+    z, chain = u * transform.logit_scale, transform.logit_scale / temperature
+    if transform.softcap:
+        tanh = (z / transform.softcap).tanh()
+        z, chain = torch.where(z == -torch.inf, z, tanh * transform.softcap), chain * (1 - tanh * tanh)
+    return z / temperature - chunk.rows.take(chunk.stats.lse)[:, None], chain
 
 
 def _ratio(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -255,4 +266,4 @@ def new_teacher(
         return None
     if isinstance(teacher, Teacher):
         return TeacherHead(teacher, config, backend, count, dtype)
-    return TopKHead(teacher, config.teacher_params(None), dtype)
+    return TopKHead(teacher, config.teacher_transform(None), dtype)

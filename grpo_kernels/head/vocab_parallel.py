@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from ..contract import Rows, TokenValues
-from .memory import multiprocessors_of
+from ..kernels.operations import Rows, Statistics
+from .chunk_size import multiprocessors_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,9 +66,9 @@ class VocabSlice(NamedTuple):
         stops = torch.tensor(self.sizes, dtype=ids.dtype, device=ids.device).cumsum(0, dtype=ids.dtype)
         return torch.bucketize(ids, stops, out_int32=True, right=True).clamp_(max=len(self.sizes) - 1)
 
-    def combine(self, rows: Rows, ids: Tensor, values: TokenValues) -> None:
+    def combine(self, rows: Rows, ids: Tensor, stats: Statistics) -> None:
         """Replace the statistics of the slice by those of the vocabulary. ids (N,) of the whole vocabulary."""
-        mine = [rows.take(x).contiguous() for x in (values.lse, values.entropy, values.logp)]
+        mine = [rows.take(x).contiguous() for x in (stats.lse, stats.entropy, stats.logp)]
         widths = [x.dtype.itemsize for x in mine]
         packed = torch.cat([x.view(torch.uint8).view(-1, width) for x, width in zip(mine, widths, strict=True)], 1)
         lse, entropy, logp = (
@@ -81,9 +81,9 @@ class VocabSlice(NamedTuple):
         terms = torch.where(share == 0, 0.0, share * (entropy - log_share))
         owner = self.owner(rows.take(ids)).long()[None]
         sampled = (logp.gather(0, owner) + log_share.gather(0, owner)).squeeze(0)
-        rows.put(values.lse, total)
-        rows.put(values.entropy, terms.sum(0).to(values.entropy.dtype))
-        rows.put(values.logp, sampled.to(values.logp.dtype))
+        rows.put(stats.lse, total)
+        rows.put(stats.entropy, terms.sum(0).to(stats.entropy.dtype))
+        rows.put(stats.logp, sampled.to(stats.logp.dtype))
 
     def gather(self, x: Tensor) -> Tensor:
         return all_gather(self.group, x)

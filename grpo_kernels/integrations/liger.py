@@ -20,7 +20,7 @@ from ..config import GRPOConfig, check_number, check_one_of, options_of_loss_typ
 from ..distillation import divergence_of_beta, fused_divergence
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss
-from ..names import Level
+from ..objective.sequences import Level
 from ..output import GRPOLossOutput
 from ..teacher import Teacher
 

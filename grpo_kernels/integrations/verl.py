@@ -27,7 +27,7 @@ from ..checks.plain import check_plain, check_shape
 from ..config import GRPOConfig, check_one_of, check_sparse_backward
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
-from ..names import Aggregation
+from ..objective.aggregation import Aggregation
 
 if importlib.util.find_spec("verl") is None:
     raise ImportError("grpo_kernels.integrations.verl needs verl: pip install verl")

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..contract import Backend
+from .operations import Backend
 from .triton import interpreted, why_unusable
 
 
 def _load_torch() -> tuple[Backend | None, str]:
-    from .torch.backend import TorchBackend
+    from .torch.backend import TORCH
 
-    return TorchBackend(), ""
+    return TORCH, ""
 
 
 def _load_cpu() -> tuple[Backend | None, str]:
@@ -35,9 +35,9 @@ def _load_triton() -> tuple[Backend | None, str]:
     reason = why_unusable()
     if reason:
         return None, reason
-    from .triton.backend import TritonBackend
+    from .triton.backend import load
 
-    return TritonBackend(), ""
+    return load(), ""
 
 
 class Entry(NamedTuple):

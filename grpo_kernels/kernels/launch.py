@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import Backend
+from .operations import Backend
 
 STRATEGIES = ("rows", "linear", "anchored")
 VARIABLE = "GRPO_KERNELS_STRATEGY"

@@ -20,7 +20,9 @@ from transformers.trainer_utils import SchedulerType
 
 from .. import __version__
 from ..config import GRPOConfig, available_presets
-from ..names import ADVANTAGE_SCALES, DIVERGENCES, KL_ESTIMATORS, LEVELS
+from ..names import ADVANTAGE_SCALES, DIVERGENCES
+from ..objective.kl import KL_ESTIMATORS
+from ..objective.sequences import LEVELS
 from . import demo, missing_packages
 from .data import check_path, is_one_split
 from .rewards.answers import compiled

@@ -21,7 +21,7 @@ PIECE_ELEMENTS = 2**24
 
 
 def kept_ids(mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
-    """Into `found`: see contract.py."""
+    """Into `found`: see operations.py."""
     (rows, ids), token_of, columns, added = found
     index = rows.tokens(ids.device)
     first, count, sampled = mask.firsts[index, None], mask.counts[index, None], sampled[index, None]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import Rows, chunk_row_stride
+from ..kernels.operations import Rows, chunk_row_stride
+from ..objective.sequences import Sequences
 from .products import cpu_multiplies
 
 _ALIGNMENT = 64  # bytes
@@ -28,6 +30,47 @@ def visited(index: Tensor | None, num_tokens: int) -> Rows:
     if index is None or index.numel() == num_tokens:
         return Rows(0, num_tokens)
     return Rows(0, index.numel(), index)
+
+
+class Visit(NamedTuple):
+    """Which tokens a call computes, as indices; None: all of them, or in `rest` none."""
+
+    active: Tensor | None  # may have a gradient
+    rest: Tensor | None  # the others that are scored
+    scored: Tensor | None  # both
+    lengths: list[int] | None  # active tokens per sequence, with whole sequences, if known on the host
+
+    @classmethod
+    def of(cls, order: Tensor, active: int, rest: int, lengths: list[int] | None) -> Visit:
+        """order (N,): so many active tokens, so many others, anything."""
+        first, both = (None if count == order.numel() else order[:count] for count in (active, active + rest))
+        return cls(first, order[active : active + rest] if rest else None, both, lengths)
+
+
+def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | None, *, every_row: bool) -> Visit:
+    """Sorts tokens by one read of their numbers on the host, or without one where every row is computed.
+
+    scored, active (N,) bool, None: all; sequences: where the loss needs whole ones."""
+    if every_row or active is None:
+        lengths = None
+        if sequences is not None and sequences.row_length is not None:  # of packed ones the host does not know lengths
+            lengths = [sequences.row_length] * sequences.count
+        elif sequences is not None and not every_row:
+            lengths = sequences.offsets.diff().tolist()
+        return Visit(None, None, None, lengths)
+    code = active.to(torch.int8)
+    numbers = [active.sum()]
+    if scored is not active:
+        code = code + (1 if scored is None else scored.to(torch.int8))
+        numbers.append(active.new_tensor(active.numel(), dtype=torch.int64) if scored is None else scored.sum())
+    if sequences is not None:
+        numbers.append(sequences.sum(active.to(torch.float32)).long())
+    order = code.argsort(descending=True, stable=True)
+    first, *others = torch.cat([x.view(-1) for x in numbers]).tolist()
+    rest = 0
+    if scored is not active:
+        rest = others.pop(0) - first
+    return Visit.of(order, first, rest, others if sequences is not None else None)
 
 
 def multiprocessors_of(device: torch.device) -> int:

@@ -1,0 +1,308 @@
+"""The loop over chunks of tokens: what stands between the two halves of the head is a loss.
+
+    for chunk in chunks:                       a loss of single tokens, or of whole sequences that fit a chunk: 6 NHV
+        chunk.forward()                        logits and statistics | one fused product | kept ids | given logits
+        chunk.backward(*loss(chunk.rows))      dlogits in place; dhidden = dlogits W, dweight += dlogits^T h
+    all forward, the loss, then forward and backward of rows with a gradient                                 8 NHV
+
+A loss has `by_sequence` and `by_batch` (what its gradients need to be known first), gives (dlogp, dentropy) (N,) for
+the rows of a chunk when it is called, and for all tokens by `of_all`. Zero-gradient tokens take no part in the last two
+products, masked ones in none: one read of the counts on the host per call. With static shapes, and where there are so
+few rows that leaving some out saves nothing, every row is computed and nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.operations import HeadChunk, LogitChunk, LogitTransform, Rows, Statistics, TokenMask
+from .chunk_size import Visit, visited
+from .kept import DenseMask, KeptLogits, split
+from .lm_head import GivenLogits, LMHead
+from .sparse import SparsePairs
+from .teacher import KeptTeacher, TeacherHead, TopKHead, write_over
+
+Head = LMHead | GivenLogits | KeptLogits
+
+
+class Loss(Protocol):
+    by_sequence: bool
+    by_batch: bool
+
+    def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def of_all(self) -> tuple[Tensor, Tensor]: ...
+
+
+class Pass:
+    """What the chunks of a call share: a head, the tokens (N,) whose statistics it writes, and how rows are read."""
+
+    def __init__(
+        self, head: Head, ids: Tensor, temperature: Tensor, transform: LogitTransform, stats: Statistics,
+        *, sparse_backward: float | None = None, teacher: TeacherHead | TopKHead | None = None,
+    ) -> None:  # fmt: skip
+        self.head, self.backend, self.vocab_slice = head, head.backend, head.vocab_slice
+        self.sampled_ids = ids  # of the whole vocabulary
+        self.ids = head.local_ids(ids)
+        self.temperature, self.transform, self.stats, self.teacher = temperature, transform, stats, teacher
+        self.mask: DenseMask | None = None
+        self.kept: Pass | None = None  # tokens that keep few ids, by products over those
+        self.pairs: SparsePairs | None = None
+        if sparse_backward is not None and isinstance(head, LMHead):  # which GivenLogits refuse
+            self.pairs = SparsePairs(head, sparse_backward, stats.logp.dtype)
+
+    def add_mask(
+        self, mask: TokenMask, scored: Tensor | None, active: Tensor | None, offsets: Tensor | None = None
+    ) -> Visit | None:
+        """Restricts the tokens `scored` (N,) bool to their kept ids. Those with few get a pass of their own, whose
+        statistics are written here. Returns the others, None for all; with `offsets` (S + 1,) their numbers per
+        sequence. `active` (N,) bool: may have a gradient."""
+        head, dtype = self.head, self.stats.logp.dtype
+        scored = torch.ones_like(self.ids, dtype=torch.bool) if scored is None else scored
+        if not isinstance(head, LMHead):  # given logits are there already: nothing is saved by gathers
+            self.mask = DenseMask(mask, scored & (mask.counts > 0), self.ids, dtype, head.vocab_slice)
+            return None
+        # Gathered rows have the ids of such a teacher only, and those of the mask are the same.
+        holds = self.teacher.holds(self.sampled_ids) if isinstance(self.teacher, TopKHead) else None
+        found = split(
+            mask, scored, scored if active is None else active, head.vocab_size, gathers=holds, offsets=offsets
+        )
+        if found.is_dense is not None:
+            self.mask = DenseMask(mask, found.is_dense, self.ids, dtype, head.vocab_slice)
+        if found.matrices:
+            logits = KeptLogits(mask, found.matrices, self.sampled_ids, head, dtype)
+            self.kept = Pass(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
+            if isinstance(self.teacher, TopKHead):
+                self.kept.teacher = KeptTeacher(self.teacher, logits, self.temperature)
+            for chunk in self.kept.chunks(None):
+                chunk.forward()
+        return found.visit
+
+    # --- chunks -------------------------------------------------------------------------------------------------------
+
+    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
+        """These tokens (None: all), from their logits."""
+        for rows in self.head.chunks(index):
+            yield Chunk(self, rows)
+
+    def sequences(self, index: Tensor | None, lengths: list[int], way: type[Chunk]) -> list[Chunk]:
+        """The tokens `index`, so many per sequence, in chunks of whole sequences."""
+        head = self.head
+        rows, size = visited(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
+        parts, first, start, stop = [], 0, 0, 0
+        for i in range(len(lengths) + 1):
+            if i == len(lengths) or stop - start + lengths[i] > size:
+                if stop > start:
+                    own = None if rows.index is None else rows.index[start:stop]
+                    parts.append((Rows(start, stop, own), slice(first, i)))
+                first, start = i, stop
+            if i < len(lengths):
+                stop += lengths[i]
+        head.make_room([part.count for part, _ in parts])
+        return [way(self, part, chosen) for part, chosen in parts]
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether statistics and gradients need logits themselves, not what a fused product has of them."""
+        return not isinstance(self.head, LMHead) or self.mask is not None or self.teacher is not None
+
+    def way(self, has_entropy: bool) -> type[Chunk]:
+        """The kind of chunks for a gradient that is taken while the logits of a chunk are there."""
+        if has_entropy or self.reads_logits or self.pairs is not None or not self.head.takes_exponentials:
+            return Chunk
+        if "exponentials" in self.head.fused_products:
+            return FusedExponentials
+        return Chunk if self.backend.exponentials is None else Exponentials
+
+    def forward(self, index: Tensor | None, *, entropy: bool = True) -> None:
+        """Statistics of these tokens (None: of all), nothing else."""
+        fused = self.backend.fused_logp
+        if self.reads_logits or fused is None or "logp" not in self.head.fused_products:
+            for chunk in self.chunks(index):
+                chunk.forward()
+            return
+        for rows in self.head.chunks(index):
+            self.put(rows, fused(self.head_chunk(rows), entropy=entropy))
+
+    def backward(self, dlogp: Tensor, dentropy: Tensor, *, every_row: bool = False) -> None:
+        """Gradients of every token with a coefficient other than 0, from its logits computed again."""
+        index = None
+        if not every_row:
+            has_gradient = (dlogp != 0) | (dentropy != 0)
+            if self.teacher is not None:
+                has_gradient |= self.teacher.weight != 0
+            if self.kept is not None:
+                has_gradient.index_fill_(0, self.kept.head.index, False)
+            index = has_gradient.nonzero().squeeze(1)
+        self._backward(index, dlogp, dentropy)
+        self.finish()
+        self.backward_kept(dlogp, dentropy)
+
+    def backward_kept(self, dlogp: Tensor, dentropy: Tensor) -> None:
+        """Of the tokens that keep few ids, whose logits are all there: after all dense products."""
+        if self.kept is not None:
+            for chunk in self.kept.chunks(None):
+                chunk.read_again()
+                chunk.backward(dlogp, dentropy)
+            self.kept.head.finish()
+
+    def _backward(self, index: Tensor | None, dlogp: Tensor, dentropy: Tensor) -> None:
+        for chunk in self.chunks(index):
+            chunk.read_again()
+            chunk.backward(dlogp, dentropy)
+
+    def finish(self) -> None:
+        """After all dense chunks with a gradient: the pairs of sparse gradients, and tokens with too many of them."""
+        if self.pairs is None:
+            return
+        pairs, self.pairs = self.pairs, None
+        if pairs.coefficients is not None:
+            self._backward(pairs.dense(), *pairs.coefficients)
+        pairs.finish()
+        self.pairs = pairs
+
+    def mask_sums(self) -> Tensor:
+        """Returns the numbers of metrics.MASK_SUMS."""
+        sums = self.stats.logp.new_zeros(4)
+        if self.kept is not None:
+            head = self.kept.head
+            assert isinstance(head, KeptLogits)
+            sums[0] = head.num_tokens
+            torch.sum(head.added, 0, dtype=sums.dtype, out=sums[1])
+        if self.mask is not None:
+            of_dense = self.mask.sums(self.stats)
+            sums[0] += of_dense[2]
+            sums[1:] += of_dense
+        return sums
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def head_chunk(self, rows: Rows) -> HeadChunk:
+        head = self.head
+        assert isinstance(head, LMHead)
+        ids, temperature = rows.take(self.ids), rows.take(self.temperature)
+        return HeadChunk(head.hidden_rows(rows), head.weight, head.bias, ids, temperature, self.transform)
+
+    def put(self, rows: Rows, found: Statistics) -> None:
+        for destination, x in zip(self.stats, found, strict=True):
+            rows.put(destination, x)
+
+
+class Chunk:
+    """Tokens whose logits are computed, or there already, and whose gradient takes the place of the logits."""
+
+    def __init__(self, shared: Pass, rows: Rows, sequences: slice | None = None) -> None:
+        self.shared, self.rows, self.sequences = shared, rows, sequences
+
+    def forward(self) -> None:
+        """Computes the logits and writes the statistics of the tokens."""
+        p, rows = self.shared, self.rows
+        read = self._read()
+        if p.mask is not None:
+            p.backend.statistics(read._replace(stats=p.mask.full))
+            p.mask.apply(read)
+        p.backend.statistics(read)
+        if p.vocab_slice is not None:
+            p.vocab_slice.combine(rows, p.sampled_ids, p.stats)
+        if isinstance(p.teacher, TopKHead):
+            p.teacher.put_divergence(read, p.backend)
+
+    def read_again(self) -> None:
+        """Computes the logits of tokens whose statistics are known."""
+        read = self._read()
+        if self.shared.mask is not None:
+            self.shared.mask.apply(read)
+
+    def _read(self) -> LogitChunk:
+        p = self.shared
+        logits = p.head.logits(self.rows)
+        teacher = p.teacher.beside(p.head, self.rows) if isinstance(p.teacher, TeacherHead) else None
+        given = p.ids, p.temperature, p.stats, p.transform, p.head.folded_bias, teacher
+        self.read = LogitChunk(logits, self.rows, *given)
+        return self.read
+
+    def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
+        """Writes the gradient of the logits from d loss / d logp and d loss / d entropy (N,), and adds its products."""
+        p, read, rows = self.shared, self.read, self.rows
+        if p.pairs is not None:
+            p.pairs.add(read, (dlogp, dentropy), None if p.mask is None else p.mask.masked)
+            return
+        head, weight = p.head, None if p.teacher is None else p.teacher.weight
+        written = head.row_gradients(rows, read.logits)
+        if head.grad_dtype == torch.float16 and rows.count:
+            largest = torch.maximum(rows.take(dlogp).abs(), rows.take(dentropy).abs())
+            if weight is not None:
+                largest = torch.maximum(largest, rows.take(weight).abs())
+            scale = head.scale_gradients((largest * (p.transform.logit_scale / rows.take(p.temperature))).amax())
+            dlogp, dentropy = dlogp * scale, dentropy * scale
+            weight = None if weight is None else weight * scale
+        if weight is not None and read.teacher is not None:
+            read = read._replace(teacher=read.teacher._replace(weight=weight))
+        entries = None
+        if weight is not None and isinstance(p.teacher, TopKHead):
+            read, dlogp, dentropy, entries = p.teacher.entries(read, (dlogp, dentropy, weight))
+        p.backend.gradient(read, dlogp, dentropy, written)
+        if entries is not None:
+            write_over(entries, written)
+        head.accumulate(rows, p.ids)
+
+
+class Exponentials(Chunk):
+    """Tokens whose logits are read once, as exponentials of them take their place: the loss gives the scale."""
+
+    def forward(self) -> None:
+        p, head = self.shared, self.shared.head
+        assert isinstance(head, LMHead) and p.backend.exponentials is not None
+        read = self._read()
+        self.exponentials = head.row_gradients(self.rows, read.logits).dlogits
+        self.unit = p.backend.exponentials(read, p.head_chunk(self.rows), self.exponentials)
+
+    def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
+        head, own = self.shared.head, self.rows.take(dlogp)
+        assert isinstance(head, LMHead)
+        # A token without a gradient has none whatever its row holds.
+        head.accumulate_scaled(self.rows, self.exponentials, torch.where(own == 0, 0.0, -own * self.unit))
+
+
+class FusedExponentials(Exponentials):
+    """Tokens whose exponentials come from the epilogue of the product: there are no logits."""
+
+    def forward(self) -> None:
+        p, head = self.shared, self.shared.head
+        assert isinstance(head, LMHead) and p.backend.fused_exponentials is not None
+        self.exponentials = head.scratch.gradients(self.rows.count)
+        found, self.unit = p.backend.fused_exponentials(p.head_chunk(self.rows), self.exponentials)
+        p.put(self.rows, found)
+
+
+def run(p: Pass, loss: Loss, visit: Visit, *, gradients: bool, has_entropy: bool, every_row: bool) -> None:
+    """Makes the statistics of a batch known and, with `gradients`, leaves the gradients of the loss in the head.
+
+    has_entropy: a gradient goes through the entropy. every_row: no shape depends on the data.
+    """
+    lengths = visit.lengths
+    fits = lengths is not None and max(lengths, default=0) <= p.head.sequence_rows
+    if not gradients or loss.by_batch or (loss.by_sequence and not fits):
+        p.forward(visit.scored)
+        if gradients:
+            p.backward(*loss.of_all(), every_row=every_row)
+        return
+    if visit.rest is not None:
+        p.forward(visit.rest)
+    way = p.way(has_entropy)
+    if loss.by_sequence and lengths is not None:
+        chunks = p.sequences(visit.active, lengths, way)
+    else:
+        options = {"exponentials": True} if way is FusedExponentials else {}
+        chunks = [way(p, rows) for rows in p.head.chunks(visit.active, **options)]
+    for chunk in chunks:
+        chunk.forward()
+        # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.
+        chunk.backward(*(loss(chunk.rows, chunk.sequences) if len(chunks) > 1 else loss.of_all()))
+    p.finish()
+    if p.kept is not None:
+        p.backward_kept(*loss.of_all())

@@ -1,0 +1,181 @@
+"""The loss of tokens whose log-probabilities are known, and its gradient by them.
+
+value    = surrogate_scale * surrogate(x, logp, A) + beta * KL(ref, logp) * (r if bias-corrected else 1)
+d_ratio  = d value / d x      at fixed logp        x: the log-ratio of the token or of its sequence
+d_direct = d value / d logp   at fixed x
+d loss / d logp = dloss_via_ratio * d_ratio + dloss_direct * d_direct                    (ratio of one token)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.operations import Rows
+from ..names import EXPONENT_LIMIT
+from .kl import kl_estimate, times_ratio
+from .sequences import off_policy_mask, raise_to_level, shares_ratio, vespo_weight
+from .surrogates import SURROGATE_RULES, Ratio
+from .tokens import Tokens
+
+
+class Objective(NamedTuple):
+    """(N,) each."""
+
+    log_ratio: Tensor  # what the surrogate sees: of the token, or of its sequence; not clamped
+    value: Tensor  # of the loss, before the token's weight
+    kl: Tensor | None  # the estimate before its weight, bias correction included
+    dlogp: Tensor  # d loss / d logp
+
+
+def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
+    """Evaluates the loss of these tokens, whole sequences where rules.whole_sequences says so. logp, entropy (N,)."""
+    c, rules, A = tokens.config, tokens.rules, tokens.advantage
+    log_ratio, scale, slope = _own_log_ratio(tokens, logp), tokens.surrogate_scale, None
+    if rules.whole_sequences:
+        log_ratio, scale, slope = _of_sequences(tokens, log_ratio, logp)
+    ratio = clamp_ratio(c, log_ratio)
+    value, d_ratio, d_direct = SURROGATE_RULES[c.surrogate].term(c, ratio, logp, A)
+    if tokens.entropy_threshold is not None:
+        below = (entropy < tokens.entropy_threshold) & ~log_ratio.isnan()
+        value, d_ratio, d_direct = (x if x is None else torch.where(below, 0.0, x) for x in (value, d_ratio, d_direct))
+    if scale is not None:  # a scale of 0 drops what may be infinite; NaN stays
+        dropped = (scale == 0) & ~log_ratio.isnan()
+        value, d_ratio, d_direct = (
+            x if x is None else torch.where(dropped, 0.0, scale * x) for x in (value, d_ratio, d_direct)
+        )
+    kl = None
+    if rules.has_kl and tokens.ref is not None:
+        estimate = kl_estimate(c, logp, tokens.ref)
+        kl, d_kl, shared = estimate.value, estimate.slope, shares_ratio(c.importance_sampling_level)
+        if c.use_bias_correction_kl:
+            kl, d_kl, still = times_ratio(estimate, ratio.value, ratio.clamped, shared=shared)
+            if shared and c.beta != 0.0:
+                moving = torch.where(still, 0.0, c.beta * kl)
+                d_ratio = moving if d_ratio is None else d_ratio + moving
+        if c.beta != 0.0:
+            value = value + c.beta * kl
+            d_direct = c.beta * d_kl if d_direct is None else d_direct + c.beta * d_kl
+    dlogp = None
+    if d_ratio is not None:
+        if slope is not None and shares_ratio(c.importance_sampling_level):
+            total = tokens.sequences.sum(weighted(tokens.dloss_direct, d_ratio))
+            dlogp = slope * tokens.sequences.spread(total)
+        else:
+            dlogp = weighted(tokens.dloss_via_ratio, d_ratio)
+    if d_direct is not None:
+        direct = weighted(tokens.dloss_direct, d_direct)
+        dlogp = direct if dlogp is None else dlogp + direct
+    assert dlogp is not None
+    return Objective(log_ratio, value, kl, dlogp)
+
+
+def clamp_ratio(c: object, log_ratio: Tensor) -> Ratio:
+    """Returns the ratio within the clamps of its exponent."""
+    bound = getattr(c, "log_ratio_clamp", None)
+    high = EXPONENT_LIMIT if bound is None else min(bound, EXPONENT_LIMIT)
+    clamped = log_ratio > high
+    if bound is not None:
+        clamped = clamped | (log_ratio < -bound)
+    return Ratio(log_ratio, log_ratio.clamp(None if bound is None else -bound, high).exp(), clamped)
+
+
+def weighted(weight: Tensor, slope: Tensor) -> Tensor:
+    """Returns slope times a weight; 0 where that is 0, whatever the slope is."""
+    return torch.where(weight != 0, weight * slope, 0.0)
+
+
+def _own_log_ratio(tokens: Tokens, logp: Tensor) -> Tensor:
+    """(N,) the raw log-ratio of the token alone; NaN where logp is, and where it has no ratio: -inf to itself."""
+    if tokens.old is None:
+        return logp - logp
+    if SURROGATE_RULES[tokens.config.surrogate].divides_by_rollout:
+        return logp - torch.where(tokens.old == torch.inf, logp, tokens.old)
+    return logp - tokens.old
+
+
+def _of_sequences(tokens: Tokens, own: Tensor, logp: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(the log-ratio that the surrogate sees, the scale of the surrogate, d log-ratio / d logp of the token)."""
+    c, sequences, A, scale = tokens.config, tokens.sequences, tokens.advantage, tokens.surrogate_scale
+    scored = torch.ones_like(own, dtype=torch.bool) if tokens.scored is None else tokens.scored
+    lengths = tokens.lengths.clamp(min=1)
+    own = torch.where(scored, own, 0.0)
+    if c.surrogate == "vespo":
+        scale = vespo_weight(c, sequences, scored, own, tokens.rollout_weight, A)
+    if c.off_policy_mask_threshold is not None:
+        drift = -own
+        if tokens.rollout is not None:  # tokens that the sampling engine could not score are left out of the mean
+            drift = torch.where(scored & ~tokens.rollout.isnan(), tokens.rollout - logp, 0.0)
+        dropped = off_policy_mask(sequences, lengths, drift, A, c.off_policy_mask_threshold)
+        scale = torch.where(dropped, 0.0, torch.ones_like(own) if scale is None else scale)
+    log_ratio, slope = raise_to_level(c, sequences, lengths, scored, own, A)
+    return log_ratio, scale, slope
+
+
+class GRPOLoss:
+    """The loss of a batch whose statistics become known chunk by chunk. logp, entropy (N,): of all tokens, 0 at first.
+
+    by_sequence: gradients need all tokens of a sequence; by_batch: of the batch (a bonus over kept entropies).
+    divergence (N,): to a teacher's distribution, which config.distill_coef weighs.
+    """
+
+    def __init__(self, tokens: Tokens, logp: Tensor, entropy: Tensor, divergence: Tensor | None = None) -> None:
+        self.tokens, self.logp, self.entropy, self.divergence = tokens, logp, entropy, divergence
+        self.by_sequence, self.by_batch = tokens.rules.whole_sequences, bool(tokens.config.entropy_kept_only)
+        self.dentropy = tokens.dloss_dentropy
+        self._dlogp: Tensor | None = None
+        self._whole: Objective | None = None  # of all tokens, when all have been evaluated at once
+
+    def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]:
+        """Returns d loss / d logp and d loss / d entropy (N,), of which those of the rows are known. With `by_sequence`
+        the rows are all active tokens of these sequences."""
+        length = self.tokens.sequences.row_length
+        if self.by_sequence and length is None:  # where packed sequences begin the host does not know
+            return evaluate(self.tokens, self.logp, self.entropy).dlogp, self.dentropy
+        if self._dlogp is None:
+            self._dlogp = torch.zeros_like(self.logp)
+        if self.by_sequence and sequences is not None and length is not None:
+            rows = Rows(sequences.start * length, sequences.stop * length)
+            part = self.tokens.part(rows.take, self.tokens.sequences.part(sequences), self.tokens.lengths[sequences])
+        else:
+            part = self.tokens.part(rows.take)
+        rows.put(self._dlogp, evaluate(part, rows.take(self.logp), rows.take(self.entropy)).dlogp)
+        return self._dlogp, self.dentropy
+
+    def of_all(self) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of all tokens, whose statistics are known."""
+        if self.by_batch and self._whole is None:
+            self._keep_entropies()
+        self._whole = evaluate(self.tokens, self.logp, self.entropy)
+        return self._whole.dlogp, self.dentropy
+
+    def _keep_entropies(self) -> None:
+        """Gives the entropy bonus to the tokens that the threshold keeps, whose entropies are known now."""
+        weight, threshold = self.dentropy, self.tokens.entropy_threshold
+        counted = weight != 0
+        kept = counted & ~(self.entropy < threshold)
+        share = kept.sum().clamp(min=1) / counted.sum(dtype=weight.dtype)  # of two integers it had torch's default type
+        self.dentropy = torch.where(kept, weight / share, 0.0)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Returns (the loss (), the record (fields, N) that metrics are computed from), when all statistics are known."""
+        if self._whole is None:
+            self.of_all()
+        assert self._whole is not None
+        tokens, (log_ratio, value, kl, dlogp) = self.tokens, self._whole
+        if self.divergence is not None:
+            value = value + tokens.config.distill_coef * self.divergence
+        share = weighted(tokens.dloss_direct, value)
+        if tokens.rules.has_entropy:
+            share = share + weighted(self.dentropy, self.entropy)
+        known = {
+            "logp": self.logp, "entropy": self.entropy, "share": share, "log_ratio": log_ratio, "dlogp": dlogp,
+            "advantage": tokens.advantage, "scored": tokens.scored, "kl": kl, "old": tokens.old,
+            "rollout": tokens.rollout, "rollout_weight": tokens.rollout_weight, "divergence": self.divergence,
+            "dentropy": self.dentropy if tokens.rules.has_entropy else None,
+        }  # fmt: skip
+        return tokens.sequences.sum(share).sum(), torch.stack(
+            [x.to(share.dtype) for x in known.values() if x is not None]
+        )

@@ -1,0 +1,97 @@
+"""What whole sequences say of their tokens: ratios of a sequence, VESPO's weight, the off-policy mask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+# Of the ratio: the token's, the mean over its sequence, the sum, the mean with the gradient of the token's own.
+Level = Literal["token", "sequence", "sequence_sum", "sequence_token"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+WEIGHT_LEVELS = LEVELS[:3]  # of a ratio that is a constant: the fourth differs in the gradient alone
+
+
+def shares_ratio(level: str) -> bool:
+    """Whether all tokens of a sequence have a share in the gradient of its ratio."""
+    return level in ("sequence", "sequence_sum")
+
+
+class Sequences:
+    """The sequences of a batch, or neighbours among them: sums over their tokens, and back.
+
+    offsets (S + 1,) int64: where each begins among the tokens. row_length: T of a padded (B, T) batch, else None.
+    """
+
+    def __init__(self, offsets: Tensor, row_length: int | None, num_tokens: int) -> None:
+        self.offsets, self.row_length, self.num_tokens = offsets, row_length, num_tokens
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets) - 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Adds up (N, ...) to (S, ...), in a fixed order."""
+        if self.row_length is not None and x.is_cuda:  # where segment_reduce has one thread for a sequence
+            return x.view(self.count, self.row_length, *x.shape[1:]).sum(1)
+        return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, unsafe=True)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Gives every token the number of its sequence: (S,) to (N,)."""
+        if self.row_length is not None:
+            return x[:, None].expand(-1, self.row_length).reshape(-1)
+        return x.repeat_interleave(self.offsets.diff(), output_size=self.num_tokens)
+
+    def part(self, chosen: slice) -> Sequences:
+        """Returns neighbours of a padded batch by themselves."""
+        assert self.row_length is not None
+        first = chosen.start * self.row_length
+        offsets = self.offsets[chosen.start : chosen.stop + 1] - first
+        return Sequences(offsets, self.row_length, (chosen.stop - chosen.start) * self.row_length)
+
+
+def raise_to_level(
+    c: Any, sequences: Sequences, lengths: Tensor, scored: Tensor, own: Tensor, A: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns (log-ratio that the surrogate sees (N,), its derivative by the token's own logp (N,)).
+
+    own (N,): log-ratios of the tokens, 0 where not scored; lengths (S,): scored tokens, at least 1.
+    """
+    level, slope = c.importance_sampling_level, scored.to(own.dtype)
+    if level == "token":
+        return own, slope
+    is_mean = level != "sequence_sum"
+    if is_mean:
+        slope = slope / sequences.spread(lengths)
+    if c.surrogate == "gmpo":
+        # Sign-aware clamp of every token before the mean: it only ever makes the objective smaller.
+        clamped = own.clamp(-c.epsilon_low, c.epsilon_high)
+        narrow = torch.where(A > 0, own.minimum(clamped), own.maximum(clamped))
+        slope = torch.where(narrow == own, slope, 0.0)
+        own = narrow
+    total = sequences.sum(own)
+    return sequences.spread(total / lengths if is_mean else total), slope
+
+
+def off_policy_mask(sequences: Sequences, lengths: Tensor, drift: Tensor, A: Tensor, threshold: float) -> Tensor:
+    """Returns (N,) bool: sequences with A < 0 whose mean drift from the sampling engine, nats, exceeds the threshold
+    (DeepSeek-V3.2, arXiv:2512.02556). drift (N,): 0 where unknown or not scored."""
+    mean = sequences.spread(sequences.sum(drift) / lengths)
+    return (A < 0) & (mean > threshold)
+
+
+def vespo_weight(
+    c: Any, sequences: Sequences, scored: Tensor, own: Tensor, rollout_weight: Tensor | None, A: Tensor
+) -> Tensor:
+    """Returns (N,) phi(w) = exp(lambda + k ln w - lambda w), w the weight of the whole sequence, with the rollout's."""
+    low = math.log(1e-8)
+    log_w = own.clamp(-20.0, 20.0)
+    if rollout_weight is not None:
+        log_w = torch.where(scored, log_w + rollout_weight.log().clamp(low, 20.0), 0.0)
+    log_w = sequences.spread(sequences.sum(log_w).clamp(low, 20.0))
+    positive = A >= 0
+    k = torch.full_like(log_w, c.vespo_k_neg).masked_fill(positive, c.vespo_k_pos)
+    lam = torch.full_like(log_w, c.vespo_lambda_neg).masked_fill(positive, c.vespo_lambda_pos)
+    return (lam + k * log_w - lam * log_w.exp()).exp()

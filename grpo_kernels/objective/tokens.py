@@ -1,0 +1,239 @@
+"""Which tokens of a batch count, and what each weighs in the loss: all that is known before any log-probability is."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .aggregation import denominator, weight_of_sequences
+from .sequences import Sequences, shares_ratio
+from .surrogates import SURROGATE_RULES
+
+
+class TokenInputs(NamedTuple):
+    """What a caller gives besides hidden states, weight and ids. Shapes: (B, T) or packed (N,); "per sequence" (S,).
+
+    advantages and both kinds of weights may also be per sequence; temperature a scalar; what is optional may be None.
+    """
+
+    advantages: Tensor
+    completion_mask: Tensor | None = None
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    rollout_weights: Tensor | None = None
+    rollout_logps: Tensor | None = None
+    cu_seqlens: Tensor | None = None  # (S + 1,) int32 or int64, packed batches
+    normalizer: Tensor | None = None  # scalar, replaces the denominator of the aggregation
+    temperature: Tensor | None = None  # one per token, instead of config.temperature
+    entropy_threshold: Tensor | None = None  # scalar
+    entropy_coef: Tensor | None = None  # scalar, instead of config.entropy_coef
+    entropy_normalizer: Tensor | None = None  # scalar, replaces the denominator of the entropy bonus
+    group_index: Tensor | None = None  # (S,) int64 in [0, num_groups)
+    token_weights: Tensor | None = None  # what scales a token's loss
+    kept_ids: Tensor | None = None  # (M,) of a SamplingMask
+    kept_counts: Tensor | None = None  # one per token
+
+
+def is_per_sequence(x: Tensor, shape: torch.Size, num_sequences: int) -> bool:
+    """Whether x holds one value per sequence, (S,) or (S, 1), rather than one per token."""
+    return x.shape != shape and x.numel() == num_sequences and x.shape[0] == num_sequences
+
+
+class Rules(NamedTuple):
+    """What follows from the configuration and from which inputs a call has."""
+
+    has_old: bool  # False: the ratio is logp / stop_gradient(logp), its logarithm 0
+    has_kl: bool
+    has_entropy: bool  # an entropy bonus
+    whole_sequences: bool  # a token's gradient depends on the log-probabilities of its sequence
+    all_active: bool  # every token that counts may have a gradient
+
+
+@dataclass(slots=True)
+class Tokens:
+    """The tokens of a batch, (N,) each in the type of the loss; padding holds neutral values.
+
+    scored: bool, logps, entropy and metrics are wanted. active: bool, may have a gradient: one that is not has a
+    gradient of exactly 0. None in either: all tokens.
+    """
+
+    config: Any
+    rules: Rules
+    sequences: Sequences
+    lengths: Tensor  # (S,) unmasked tokens
+    ids: Tensor  # int64, 0 at padding
+    scored: Tensor | None
+    active: Tensor | None
+    temperature: Tensor
+    advantage: Tensor
+    dloss_direct: Tensor  # d loss / d value, for what flows through logp itself; also the weight of the value
+    dloss_via_ratio: Tensor  # the same for what flows through the ratio
+    dloss_dentropy: Tensor  # d loss / d entropy
+    old: Tensor | None = None  # what the ratio divides by; +inf: the token's own log-probability, ratio 1
+    ref: Tensor | None = None
+    rollout: Tensor | None = None  # NaN where unknown
+    rollout_weight: Tensor | None = None
+    surrogate_scale: Tensor | None = None  # scales the surrogate alone
+    entropy_threshold: float | Tensor | None = None
+
+    def part(self, take: Any, sequences: Sequences | None = None, lengths: Tensor | None = None) -> Tokens:
+        """Returns some of the tokens, those that take(x) returns of a tensor (N,); of a sequence all or none."""
+        chosen = {
+            f.name: take(x)
+            for f in dataclasses.fields(self)
+            if isinstance(x := getattr(self, f.name), Tensor) and x.shape == self.ids.shape and f.name != "lengths"
+        }
+        return dataclasses.replace(
+            self, **chosen, sequences=sequences or self.sequences, lengths=self.lengths if lengths is None else lengths
+        )
+
+
+def rules_of(inputs: TokenInputs, config: Any, shape: torch.Size, has_teacher: bool) -> Rules:
+    """Returns the rules of a call, kept with the configuration."""
+    constant = _constant_per_sequence(inputs, shape)
+    key = (constant, has_teacher, *(x is None for x in inputs))
+    found: Rules | None = config.derived.get(key)
+    if found is None:
+        found = config.derived[key] = _derive(inputs, config, constant, has_teacher)
+    return found
+
+
+def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, has_teacher: bool = False) -> Tokens:
+    """Plans a batch of ids (B, T) or packed (N,)."""
+    shape, device, count, rules = ids.shape, ids.device, ids.numel(), rules_of(inputs, config, ids.shape, has_teacher)
+    if inputs.cu_seqlens is None:
+        sequences = Sequences(torch.arange(shape[0] + 1, device=device) * shape[1], shape[1], count)
+    else:
+        sequences = Sequences(inputs.cu_seqlens.to(device=device, dtype=torch.int64), None, count)
+    mask = None if inputs.completion_mask is None else inputs.completion_mask.reshape(-1)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask != 0
+
+    def fill(x: Tensor, other: float) -> Tensor:
+        """(N,) in `dtype`; padding, whatever it holds, becomes `other`."""
+        if x.dim() == 0:
+            x = x.expand(count)
+        elif is_per_sequence(x, shape, sequences.count):
+            x = sequences.spread(x.reshape(-1))
+        x = x.detach().reshape(-1).to(dtype)
+        return x if mask is None else torch.where(mask, x, other)
+
+    def optional(x: Tensor | None, other: float) -> Tensor | None:
+        return None if x is None else fill(x, other)
+
+    if mask is None:
+        lengths = sequences.offsets.diff().to(dtype)
+    else:
+        lengths = sequences.sum(mask.to(dtype))
+    rule = config.aggregation, lengths, inputs.normalizer, config.max_completion_length
+    weight = weight_of_sequences(*rule)
+    weight = fill(weight.to(dtype), 0.0)
+    dentropy = weight.new_zeros(()).expand(count)
+    if rules.has_entropy:
+        dentropy = _entropy_weight(inputs, config, lengths, weight, mask)
+
+    advantage = fill(inputs.advantages, 0.0)
+    old, rollout = optional(inputs.old_logps, 0.0), optional(inputs.rollout_logps, torch.nan)
+    rollout_weight = optional(inputs.rollout_weights, 1.0)
+    scale = None if config.surrogate == "vespo" else rollout_weight  # VESPO's own weight takes its place
+    if SURROGATE_RULES[config.surrogate].divides_by_rollout and rollout is not None:
+        # Where the sampling engine's is unknown: the old policy's, else a ratio of 1 and no surrogate.
+        unknown = rollout.isnan()
+        if old is None:
+            scale = torch.where(unknown, 0.0, 1.0 if scale is None else scale).to(dtype)
+            scale = scale if mask is None else torch.where(mask, scale, 1.0)
+        old = torch.where(unknown, torch.inf if old is None else old, rollout)
+        if mask is not None:
+            old = torch.where(mask, old, 0.0)
+
+    via_ratio, level = weight, config.importance_sampling_level
+    if shares_ratio(level) and not rules.whole_sequences:
+        # On-policy, the ratio of the sequence is 1 and its chain rule is known before any logit is.
+        total = sequences.sum(weight)
+        total = total if level == "sequence_sum" else total / lengths.clamp(min=1)
+        via_ratio = fill(sequences.spread(total), 0.0)
+    active = mask
+    if not rules.all_active:
+        active = advantage != 0 if not config.pushes_without_advantage else torch.ones_like(advantage, dtype=torch.bool)
+        if scale is not None:
+            active = active & (scale != 0)
+        if mask is not None:
+            active = active & mask
+        if rules.whole_sequences or shares_ratio(level):
+            active = sequences.spread(sequences.sum(active.to(dtype))) > 0
+            active = active if mask is None else active & mask
+    if inputs.token_weights is not None:
+        factor = fill(inputs.token_weights, 0.0)
+        shared = via_ratio is weight
+        weight = torch.where(weight != 0, weight * factor, 0.0)
+        via_ratio = weight if shared else torch.where(via_ratio != 0, via_ratio * factor, 0.0)
+    temperature = inputs.temperature
+    if temperature is None:
+        temperature = torch.full((count,), float(config.temperature), dtype=dtype, device=device)
+    else:
+        temperature = fill(temperature, 1.0)
+    flat = ids.reshape(-1)
+    return Tokens(
+        config, rules, sequences, lengths, (flat if mask is None else torch.where(mask, flat, 0)).long(),
+        scored=mask if config.score_inactive else active, active=active, temperature=temperature, advantage=advantage,
+        dloss_direct=weight, dloss_via_ratio=via_ratio, dloss_dentropy=dentropy, old=old,
+        ref=fill(inputs.ref_logps, 0.0) if inputs.ref_logps is not None and rules.has_kl else None,
+        rollout=rollout, rollout_weight=rollout_weight, surrogate_scale=scale,
+        entropy_threshold=config.entropy_threshold if inputs.entropy_threshold is None else inputs.entropy_threshold,
+    )  # fmt: skip
+
+
+def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
+    """(N,) d loss / d entropy of the bonus: -entropy_coef times the mean entropy of this call's tokens, scaled by this
+    call's share of the normalizer (with B sequences of B_total: B / B_total; without one: 1)."""
+    number = 1.0 if inputs.entropy_coef is not None else config.entropy_coef
+    if config.entropy_aggregation == "loss":
+        each = -number * weight
+    else:
+        if inputs.entropy_normalizer is not None:
+            each = -number / inputs.entropy_normalizer
+        else:
+            own: Tensor | float = 1.0
+            if inputs.normalizer is not None:
+                own = denominator(config.aggregation, lengths, None, config.max_completion_length) / inputs.normalizer
+            each = -number * own / lengths.sum().clamp(min=1)
+        each = each.to(weight.dtype).expand(weight.shape)
+        each = each if mask is None else torch.where(mask, each, 0.0)
+    return each if inputs.entropy_coef is None else each * inputs.entropy_coef.to(weight.dtype)
+
+
+def _constant_per_sequence(inputs: TokenInputs, shape: torch.Size) -> bool:
+    """Whether advantages and rollout weights have one value per sequence."""
+    sequences = shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.numel() - 1
+    weights = inputs.rollout_weights
+    if weights is not None and not is_per_sequence(weights, shape, sequences):
+        return False
+    return is_per_sequence(inputs.advantages, shape, sequences)
+
+
+def _derive(inputs: TokenInputs, config: Any, constant: bool, has_teacher: bool) -> Rules:
+    rule = SURROGATE_RULES[config.surrogate]
+    has_rollout = inputs.rollout_logps is not None
+    has_old = inputs.old_logps is not None or (rule.divides_by_rollout and has_rollout)
+    has_kl = inputs.ref_logps is not None and config.kl_estimator != "none"
+    has_entropy = inputs.entropy_coef is not None or config.entropy_coef != 0.0
+    whole = _needs_whole_sequences(inputs, config, has_old, has_kl, constant)
+    all_active = has_entropy or has_teacher or (config.beta != 0.0 and has_kl)
+    return Rules(has_old, has_kl, has_entropy, whole, all_active)
+
+
+def _needs_whole_sequences(inputs: TokenInputs, config: Any, has_old: bool, has_kl: bool, constant: bool) -> bool:
+    level = config.importance_sampling_level
+    if config.off_policy_mask_threshold is not None and (has_old or inputs.rollout_logps is not None):
+        return True
+    if config.surrogate == "vespo" and (has_old or inputs.rollout_weights is not None):
+        return True  # otherwise phi is 1
+    if not shares_ratio(level):
+        return level != "token" and has_old  # without one the ratio of the sequence is 1
+    thresholded = inputs.entropy_threshold is not None or config.entropy_threshold is not None
+    corrects = config.use_bias_correction_kl and has_kl
+    return has_old or corrects or thresholded or inputs.token_weights is not None or not constant
