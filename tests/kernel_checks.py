@@ -1,78 +1,46 @@
-"""What kernels of rows and tokens must do, against float64. Each check raises AssertionError.
+"""What kernels of rows must do, against float64. Each check raises AssertionError.
 
-`kernels` is a backend; emulator.Emulated runs the CUDA kernels on an emulated GPU, on the device and in the order of
-threads that have been chosen there. tests/test_cuda_faults.py runs the checks on kernels with planted faults.
+`kernels` is a table of operations; emulator.Emulated runs the CUDA kernels on an emulated GPU, on the device and in the
+order of threads that have been chosen there. tests/test_cuda_faults.py runs the checks on kernels with planted faults.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_kernels import reference
-from grpo_kernels.contract import (
+from grpo_kernels.kernels.operations import (
+    HeadChunk,
     KeptIds,
     KeptPairs,
     KeptRows,
     LogitChunk,
-    PlannedTokens,
+    LogitTransform,
     RowGradients,
     Rows,
-    RowStats,
-    TokenInputs,
+    Statistics,
     TokenMask,
-    TokenValues,
-    no_values,
 )  # fmt: skip
-from grpo_kernels.kernels.torch import coefficients
-from grpo_kernels.kernels.torch.plan import plan_tokens
-from grpo_kernels.kernels.torch.sums import column_sums
-from grpo_kernels.names import (
-    AGGREGATIONS,
-    FIELD,
-    KL_ESTIMATORS,
-    LEVELS,
-    OUTSIDE,
-    SURROGATES,
-    TABLE_FIELDS,
-    VALUE_FIELDS,
-    KernelParams,
-    PlanRules,
-    shares_ratio,
-)
 
 Kernels = Any
 VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MASKS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 PAIRS = [(t, t) for t in DTYPES] + [(torch.float32, t) for t in DTYPES[1:]]  # logits, gradient
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a last place
 SIGNALLING = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}  # a NaN of each type, as bits
+PLAIN = LogitTransform()
 
 
-def some_values(tokens: int, dtype: torch.dtype = torch.float32) -> TokenValues:
-    """What a kernel must write over or leave alone."""
-    columns = torch.full((len(VALUE_FIELDS), tokens), 7.5, dtype=dtype)
-    return TokenValues(columns, torch.full((tokens,), 7.5, dtype=torch.float64))
-
-
-def make_table(rows: int, seed: int = 0, **fields: float | Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.zeros(len(TABLE_FIELDS), rows)
-    for name in ("multiplier", "weight_ratio", "weight_direct", "temperature", "rollout_weight"):
-        table[FIELD[name]] = 1.0
-    table[FIELD["advantage"]] = torch.randn(rows, generator=generator)
-    table[FIELD["entropy_threshold"]] = -math.inf
-    table[FIELD["rollout"]] = math.nan
-    for name, value in fields.items():
-        table[FIELD[name]] = value
-    return table
+def filled_statistics(tokens: int) -> Statistics:
+    """Memory that a kernel must write over or leave alone."""
+    stats = Statistics.empty(tokens, torch.device("cpu"))
+    for x in stats:
+        x.fill_(7.5)
+    return stats
 
 
 def make_logits(rows: int, vocab: int, dtype: torch.dtype, spread: float = 4.0, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -93,19 +61,21 @@ def placed(values: Tensor, row_stride: int, shift: int, dtype: torch.dtype | Non
 
 
 def exact(
-    logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams, bias: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """(u, logp, lse, entropy) in float64, differentiable in u = logits + bias, which is rounded to float32."""
+    logits: Tensor, ids: Tensor, temperature: Tensor, transform: LogitTransform = PLAIN, bias: Tensor | None = None
+) -> tuple[Tensor, Statistics]:
+    """Returns u = logits + bias, which is rounded to float32, and the statistics of its rows, differentiable in u; in
+    float64. Ids are in the vocabulary."""
     u = (logits if bias is None else logits.float() + bias).double().requires_grad_()
-    z = params.logit_scale * u
-    if params.softcap:
-        z = params.softcap * torch.tanh(z / params.softcap)
+    z = transform.logit_scale * u
+    if transform.softcap:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+        z = torch.where(u == -math.inf, u.detach(), z)  # an excluded id stays one
     z = z / temperature.double()[:, None]
     lse = z.logsumexp(-1)
     log_p = z - lse[:, None]
     p = log_p.exp()
     entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
-    return u, log_p.gather(1, ids[:, None])[:, 0], lse, entropy
+    return u, Statistics(log_p.gather(1, ids[:, None])[:, 0], lse, entropy)
 
 
 def check_gradient(grad: Tensor, expected: Tensor, scale: Tensor) -> None:
@@ -116,9 +86,9 @@ def check_gradient(grad: Tensor, expected: Tensor, scale: Tensor) -> None:
     assert ((grad.double() - expected).abs() <= bound).all()
 
 
-def check_statistics(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def check_statistics(found: Statistics, expected: Statistics, tolerance: float = 2e-6) -> None:
     for value, truth in zip(found, expected, strict=True):
-        torch.testing.assert_close(value.double(), truth.detach().double(), rtol=5e-7, atol=2e-6)
+        torch.testing.assert_close(value.double(), truth.detach().double(), rtol=tolerance / 4, atol=tolerance)
 
 
 def check_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -130,38 +100,29 @@ def check_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 # Of a batch whose tokens are the rows, in order.
 
 
-def chunk_of(logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> LogitChunk:
-    return LogitChunk(logits, Rows(0, len(ids)), ids, temperature, some_values(len(ids), temperature.dtype), params)
+def chunk_of(logits: Tensor, ids: Tensor, temperature: Tensor, transform: LogitTransform) -> LogitChunk:
+    return LogitChunk(logits, Rows(0, len(ids)), ids, temperature, filled_statistics(len(ids)), transform)
 
 
-def statistics(kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
-    chunk = chunk_of(logits, ids, temperature, params)
+def statistics(
+    kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tensor, transform: LogitTransform = PLAIN
+) -> Statistics:
+    chunk = chunk_of(logits, ids, temperature, transform)
     kernels.statistics(chunk)
-    return stats_of(chunk.values)
+    return chunk.stats
 
 
 def gradient(
-    kernels: Kernels, logits: Tensor, grad: Tensor, ids: Tensor, temperature: Tensor, stats: RowStats, g_logp: Tensor,
-    g_entropy: Tensor, params: KernelParams, rounding_error: Tensor | None = None
+    kernels: Kernels, logits: Tensor, grad: Tensor, ids: Tensor, temperature: Tensor, stats: Statistics, dlogp: Tensor,
+    dentropy: Tensor, transform: LogitTransform = PLAIN, rounding_error: Tensor | None = None
 ) -> None:  # fmt: skip
-    chunk = chunk_of(logits, ids, temperature, params)
-    chunk.values.entropy.copy_(stats.entropy)
-    chunk.values.lse.copy_(stats.lse)
-    kernels.logits_gradient(chunk, g_logp, g_entropy, RowGradients(grad, rounding_error))
+    chunk = chunk_of(logits, ids, temperature, transform)._replace(stats=stats)
+    kernels.gradient(chunk, dlogp, dentropy, RowGradients(grad, rounding_error))
 
 
-def single_pass(
-    kernels: Kernels, logits: Tensor, grad: Tensor | None, ids: Tensor, table: Tensor, params: KernelParams
-) -> RowStats:
-    """Statistics; d loss / d logits goes to `grad`."""
-    chunk = chunk_of(logits, ids, table[FIELD["temperature"]], params)
-    kernels.single_pass(chunk, table, None if grad is None else RowGradients(grad))
-    return stats_of(chunk.values)
-
-
-def stats_of(values: TokenValues, rows: Rows | None = None) -> RowStats:
-    found = (values.logp, values.lse, values.entropy)
-    return RowStats(*(x.clone() if rows is None else rows.take(x).clone() for x in found))
+def of_rows(stats: Statistics, rows: Rows) -> Statistics:
+    """Returns a copy of those of a chunk's tokens."""
+    return Statistics(*(rows.take(x).clone() for x in stats))
 
 
 def spread(rows: Rows, tokens: int, x: Tensor, elsewhere: float = math.nan) -> Tensor:
@@ -171,91 +132,66 @@ def spread(rows: Rows, tokens: int, x: Tensor, elsewhere: float = math.nan) -> T
     return out
 
 
-def check_values(kernels: Kernels, rows: Rows, values: TokenValues, table: Tensor | None, params: KernelParams) -> None:
-    """Exactly these rows' tokens have been written: their statistics, and with a table the objective at these, of which
-    the same formula compiled twice may differ by roundings."""
-    expected = some_values(values.columns.shape[1])
-    for name in ("logp", "entropy"):
-        field = VALUE_FIELDS.index(name)
-        rows.put(expected.columns[field], rows.take(values.columns[field]))
-    rows.put(expected.lse, rows.take(values.lse))
-    if table is not None:
-        kernels.token_objective(rows, table, expected, params)
-    torch.testing.assert_close(values.columns, expected.columns, rtol=1e-5, atol=1e-6)
-    assert torch.equal(values.lse, expected.lse)
+def check_written(rows: Rows, stats: Statistics) -> None:
+    """Nothing of any other token has been written."""
+    for value, untouched in zip(stats, filled_statistics(len(stats.lse)), strict=True):
+        rows.put(untouched, rows.take(value))
+        torch.testing.assert_close(value, untouched, rtol=0, atol=0, equal_nan=True)
 
 
 def check_rows(
     kernels: Kernels,
     vocab: int,
     dtypes: tuple[torch.dtype, torch.dtype],
-    params: KernelParams,
+    transform: LogitTransform = PLAIN,
     shift: int = 0,
     biased: bool = False,
 ) -> None:
-    """statistics, logits_gradient and single_pass of a few rows, all at a row stride of their own, each called twice:
-    for neighbours among the tokens, and for a list of tokens."""
+    """statistics and gradient of a few rows, all at a row stride of their own, each called twice: for neighbours among
+    the tokens, and for a list of tokens."""
     count, tokens = 5, 11
     values, ids = make_logits(count, vocab, dtypes[0])
     logits, _ = placed(values, vocab + 3, shift)
     bias = torch.randn(shift % 5 + vocab)[shift % 5 :] if biased else None
     temperature = torch.tensor([1.0, 0.7, 1.0, 1.3, 2.0])
     # The third row has a zero gradient.
-    g_logp, g_entropy = torch.tensor([1.0, -0.3, 0.0, 0.0, 2.0]), torch.tensor([0.0, 0.5, 0.0, -1.0, 0.1])
-    u, logp, lse, entropy = exact(values, ids, temperature, params, bias)
-    expected = torch.autograd.grad((g_logp * logp + g_entropy * entropy).sum(), u)[0]
-    scale = (g_logp.abs() + g_entropy.abs() * 8) * params.logit_scale / temperature
-    own = make_table(count, temperature=temperature, advantage=-g_logp, weight_entropy=g_entropy)
-    reinforce = params._replace(surrogate="weighted", has_old=False)
+    dlogp, dentropy = torch.tensor([1.0, -0.3, 0.0, 0.0, 2.0]), torch.tensor([0.0, 0.5, 0.0, -1.0, 0.1])
+    u, truth = exact(values, ids, temperature, transform, bias)
+    expected = torch.autograd.grad((dlogp * truth.logp + dentropy * truth.entropy).sum(), u)[0]
+    scale = (dlogp.abs() + dentropy.abs() * 8) * transform.logit_scale / temperature
 
     results = []
     for rows in (Rows(3, 8), Rows(0, count, torch.tensor([7, 2, 9, 0, 4]))):
-        table = spread(rows, tokens, own)
-        per_token = (temperature, g_logp, g_entropy)
-        t_temperature, t_logp, t_entropy = (spread(rows, tokens, x) for x in per_token)
-        t_ids = spread(rows, tokens, ids, 10**15)
-
-        by_stats = some_values(tokens)
-        chunk = LogitChunk(logits, rows, t_ids, t_temperature, by_stats, params, bias)
+        t_temperature, t_dlogp, t_dentropy = (spread(rows, tokens, x) for x in (temperature, dlogp, dentropy))
+        stats = filled_statistics(tokens)
+        chunk = LogitChunk(logits, rows, spread(rows, tokens, ids, 10**15), t_temperature, stats, transform, bias)
         kernels.statistics(chunk)
-        check_statistics(stats_of(by_stats, rows), (logp, lse, entropy))
-        check_values(kernels, rows, by_stats, None, params)
+        check_statistics(of_rows(stats, rows), truth)
+        check_written(rows, stats)
         if biased and dtypes[0] == torch.float32:  # the bits of logits that hold the bias
-            added = some_values(tokens)
-            kernels.statistics(
-                chunk._replace(logits=placed(values + bias, vocab + 3, shift)[0], bias=None, values=added)
-            )
-            check_equal(stats_of(added), stats_of(by_stats))
+            added = filled_statistics(tokens)
+            holding = placed(values + bias, vocab + 3, shift)[0]
+            kernels.statistics(chunk._replace(logits=holding, bias=None, stats=added))
+            check_equal(added, stats)
 
-        by_gradient, around = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
-        errors = torch.full((2, count), math.nan)
-        written = RowGradients(by_gradient, errors[0])
-        kernels.logits_gradient(chunk, t_logp, t_entropy, written)
-        check_gradient(by_gradient, expected, scale)
-
-        passed, chunk = some_values(tokens), chunk._replace(temperature=table[FIELD["temperature"]], params=reinforce)
-        by_pass, around_pass = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
-        kernels.single_pass(chunk._replace(values=passed), table, RowGradients(by_pass, errors[1]))
-        check_statistics(stats_of(passed, rows), (logp, lse, entropy))
-        check_values(kernels, rows, passed, table, reinforce)
-        check_gradient(by_pass, expected, scale)
+        grad, around = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
+        error = torch.full((count,), math.nan)
+        kernels.gradient(chunk, t_dlogp, t_dentropy, RowGradients(grad, error))
+        check_gradient(grad, expected, scale)
         sampled = torch.arange(count), ids
-        for grad, error in zip((by_gradient, by_pass), errors, strict=True):
-            torch.testing.assert_close(grad[sampled].double() + error, expected[sampled], rtol=5e-6, atol=1e-6)
-
-        without = some_values(tokens)
-        kernels.single_pass(chunk._replace(values=without), table)
-        check_equal(stats_of(without), stats_of(by_stats))
-        check_values(kernels, rows, without, table, reinforce)
-
-        gradients = by_gradient.clone(), by_pass.clone()
-        for grad, buffer in ((by_gradient, around), (by_pass, around_pass)):
-            assert not grad[2].any()
-            grad.fill_(7.5)  # nothing else in the buffer has been touched
-            assert (buffer == 7.5).all()
-        results.append((*stats_of(by_stats, rows), rows.take(passed.columns, 1), *gradients, errors))
+        torch.testing.assert_close(grad[sampled].double() + error, expected[sampled], rtol=5e-6, atol=1e-6)
+        assert not grad[2].any()
+        results.append((*of_rows(stats, rows), grad.clone(), error))
+        grad.fill_(7.5)  # nothing else in the buffer has been touched
+        assert (around == 7.5).all()
     assert torch.equal(logits, values)
     check_equal(results[1], results[0])
+
+
+def over_the_front(logits: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a matrix of `dtype` in the memory of `logits`, a view into `buffer`, each row where theirs begins."""
+    ratio = logits.element_size() // dtype.itemsize
+    return buffer.view(dtype)[logits.storage_offset() * ratio :].as_strided(logits.shape, (ratio * logits.stride(0), 1))
 
 
 def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], shift: int = 0) -> None:
@@ -263,34 +199,18 @@ def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torc
     gradient elsewhere."""
     rows = 4
     values, ids = make_logits(rows, vocab, dtypes[0])
-    table, params = make_table(rows, advantage=-1.0), KernelParams(surrogate="weighted", has_old=False)
-    table[FIELD["weight_entropy"], 1] = 0.2
-    ones = torch.ones(rows)
-    # At the same places between two multiples of 16 bytes: the order of a sum depends on them.
-    untouched, _ = placed(values, vocab + 3, shift)
-    stats = statistics(kernels, untouched, ids, ones, params)
-
-    def by_pass(logits: Tensor, grad: Tensor) -> None:
-        check_equal(single_pass(kernels, logits, grad, ids, table, params), stats)
-
-    def by_gradient(logits: Tensor, grad: Tensor) -> None:
-        gradient(kernels, logits, grad, ids, ones, stats, ones, table[FIELD["weight_entropy"]], params)
-
-    for write in (by_pass, by_gradient):
-        logits, buffer = placed(values, vocab + 3, shift)
-        over, apart = logits, torch.empty(rows, vocab, dtype=dtypes[1])
-        if dtypes[1] != dtypes[0]:
-            # Logits start at a multiple of 4 bytes, so a view in 16 bits exists; its row stride is twice as long.
-            start = logits.storage_offset() * 2
-            over = buffer.view(dtypes[1])[start:].as_strided((rows, vocab), (2 * (vocab + 3), 1))
-        assert over.data_ptr() == logits.data_ptr()
-        write(untouched, apart)
-        write(logits, over)
-        assert torch.equal(over, apart)
-        width = vocab * dtypes[1].itemsize // dtypes[0].itemsize + 1  # of the logits' elements, the last one in part
-        logits[:, :width] = 7.5
-        if dtypes[1] == dtypes[0]:
-            assert (buffer == 7.5).all()
+    ones, dentropy = torch.ones(rows), torch.tensor([0.0, 0.2, 0.0, 0.0])
+    logits, buffer = placed(values, vocab + 3, shift)
+    stats = statistics(kernels, logits, ids, ones)
+    over, apart = over_the_front(logits, buffer, dtypes[1]), torch.empty(rows, vocab, dtype=dtypes[1])
+    assert over.data_ptr() == logits.data_ptr()
+    for grad in (apart, over):
+        gradient(kernels, logits, grad, ids, ones, stats, ones, dentropy)
+    assert torch.equal(over, apart)
+    width = vocab * dtypes[1].itemsize // dtypes[0].itemsize + 1  # of the logits' elements, the last one in part
+    logits[:, :width] = 7.5
+    if dtypes[1] == dtypes[0]:
+        assert (buffer == 7.5).all()
 
 
 def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
@@ -308,21 +228,18 @@ def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) ->
     logits[9, 11] = 25.0  # sampled, p = 1 - 4e-8
     ids = torch.tensor([3, 1, 2999, 17, 18, 0, vocab - 1, 0, 6, 11])
     rows, ones = torch.arange(10), torch.ones(10)
-    params = KernelParams(surrogate="weighted", has_old=False)
-    _, logp, lse, entropy = (x.detach() for x in exact(logits, ids, ones, params))
-    found = statistics(kernels, logits, ids, ones, params)
-    check_statistics(found, (logp, lse, entropy))
+    truth = Statistics(*(x.detach() for x in exact(logits, ids, ones)[1]))
+    found = statistics(kernels, logits, ids, ones)
+    check_statistics(found, truth)
     p = torch.softmax(logits.double(), -1)
-    log_p = torch.where(p > 0, logits.double() - lse[:, None], 0.0)
-    by_gradient, by_pass = torch.empty(2, 10, vocab, dtype=dtypes[1])
+    log_p = torch.where(p > 0, logits.double() - truth.lse[:, None], 0.0)
+    grad = torch.empty(10, vocab, dtype=dtypes[1])
     for weight in (0.1, 0.0):  # of the entropy
-        expected = -p * (1 + weight * (log_p + entropy[:, None]))
+        expected = -p * (1 + weight * (log_p + truth.entropy[:, None]))
         expected[rows, ids] += 1
-        gradient(kernels, logits, by_gradient, ids, ones, found, ones, weight * ones, params)
-        single_pass(kernels, logits, by_pass, ids, make_table(10, advantage=-1.0, weight_entropy=weight), params)
-        for grad in (by_gradient, by_pass):
-            check_gradient(grad, expected, ones * 2)
-            assert (grad[torch.isneginf(logits)] == 0).all()
+        gradient(kernels, logits, grad, ids, ones, found, ones, weight * ones)
+        check_gradient(grad, expected, ones * 2)
+        assert (grad[torch.isneginf(logits)] == 0).all()
 
 
 def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype] = PAIRS[0]) -> None:
@@ -330,50 +247,41 @@ def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, 
     logits, _ = make_logits(4, vocab, dtypes[0])
     logits[0, 5] = -math.inf
     grad, ids = torch.empty(4, vocab, dtype=dtypes[1]), torch.tensor([5, -1, vocab, 2**40 + 7])
-    table = make_table(4, weight_direct=0.0, weight_ratio=0.0)
-    logp, lse, _ = single_pass(kernels, logits, grad, ids, table, KernelParams())
-    assert logp[0] == -math.inf
-    assert logp[1:].isnan().all()
-    assert lse.isfinite().all()
-    assert not grad.any()
-    # A zero-gradient row is not read by `gradient`, and a NaN in it does not come through.
-    logits[:, ::7] = math.nan
-    grad.fill_(math.nan)
     zeros, rounding_error = torch.zeros(4), torch.full((4,), math.nan)
-    stats = RowStats(zeros, lse, zeros)
-    gradient(kernels, logits, grad, ids, zeros + 1, stats, zeros, zeros, KernelParams(), rounding_error)
-    assert not grad.any()
-    assert not rounding_error.any()
+    stats = statistics(kernels, logits, ids, zeros + 1)
+    assert stats.logp[0] == -math.inf
+    assert stats.logp[1:].isnan().all()
+    assert stats.lse.isfinite().all()
+    # A zero-gradient row is not read by `gradient`, and a NaN in it does not come through.
+    for row in (logits, logits.masked_fill(torch.arange(vocab) % 7 == 0, math.nan)):
+        grad.fill_(math.nan)
+        gradient(kernels, row, grad, ids, zeros + 1, stats, zeros, zeros, rounding_error=rounding_error)
+        assert not grad.any()
+        assert not rounding_error.any()
     # A row with no id at all, as of a slice of the vocabulary that holds none of those kept, under the others' lse.
     logits, ids = torch.full_like(logits, -math.inf), torch.full_like(ids, -1)
-    others = RowStats(zeros, zeros.double() + 2, zeros)
-    for params in (KernelParams(), KernelParams(softcap=3.0)):
-        assert (statistics(kernels, logits, ids, zeros + 1, params).lse == -math.inf).all()
+    others = Statistics(zeros, zeros.double() + 2, zeros)
+    for transform in (PLAIN, LogitTransform(softcap=3.0)):
+        assert (statistics(kernels, logits, ids, zeros + 1, transform).lse == -math.inf).all()
         grad.fill_(math.nan)
-        gradient(kernels, logits, grad, ids, zeros + 1, others, zeros + 1, zeros + 0.1, params, rounding_error)
+        gradient(kernels, logits, grad, ids, zeros + 1, others, zeros + 1, zeros + 0.1, transform, rounding_error)
         assert not grad.any()
         assert not rounding_error.any()
     for place in (0, 600, vocab - 1):
-        logits, grad = torch.zeros(1, vocab, dtype=dtypes[0]), torch.zeros(1, vocab, dtype=dtypes[1])
+        logits = torch.zeros(1, vocab, dtype=dtypes[0])
         logits[0, place] = math.nan
-        ids = torch.zeros(1, dtype=torch.int64)
-        for found in (
-            statistics(kernels, logits, ids, torch.ones(1), KernelParams()),
-            single_pass(kernels, logits, grad, ids, make_table(1), KernelParams()),
-        ):
-            assert all(value.isnan().all() for value in found)
+        found = statistics(kernels, logits, torch.zeros(1, dtype=torch.int64), torch.ones(1))
+        assert all(value.isnan().all() for value in found)
 
 
 def check_accuracy(kernels: Kernels) -> None:
     """logp is at least as accurate as torch's."""
-    ones, params = torch.ones(64), KernelParams()
+    ones = torch.ones(64)
     for spread in (1.0, 5.0, 30.0):
         logits, ids = make_logits(64, 32003, torch.float32, spread)
-        truth = exact(logits, ids, ones, params)[1].detach()
+        truth = exact(logits, ids, ones)[1].logp.detach()
         limit = (torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0] - truth).abs().max()
-        by_pass = single_pass(kernels, logits, torch.empty_like(logits), ids, make_table(64), params)
-        for found in (statistics(kernels, logits, ids, ones, params), by_pass):
-            assert (found.logp - truth).abs().max() <= limit
+        assert (statistics(kernels, logits, ids, ones).logp - truth).abs().max() <= limit
 
 
 def check_sixteen_bits(kernels: Kernels, dtype: torch.dtype, every: int = 1) -> None:
@@ -382,7 +290,7 @@ def check_sixteen_bits(kernels: Kernels, dtype: torch.dtype, every: int = 1) -> 
     patterns = patterns[patterns.isfinite()]
     rows = patterns[:, None].contiguous()  # V = 1: lse = z
     zeros = torch.zeros(len(rows), dtype=torch.int64)
-    lse = statistics(kernels, rows, zeros, torch.ones(len(rows)), KernelParams()).lse
+    lse = statistics(kernels, rows, zeros, torch.ones(len(rows))).lse
     assert torch.equal(lse, patterns.double())
 
     wide = torch.cat(
@@ -391,268 +299,82 @@ def check_sixteen_bits(kernels: Kernels, dtype: torch.dtype, every: int = 1) -> 
     logits, ids = torch.zeros(len(wide), 2), torch.zeros(len(wide), dtype=torch.int64)
     half, full = torch.empty(len(wide), 2, dtype=dtype), torch.empty(len(wide), 2)
     ones = torch.ones(len(wide))
-    stats = statistics(kernels, logits, ids, ones, KernelParams())
+    stats = statistics(kernels, logits, ids, ones)
     for grad in (half, full):
-        gradient(kernels, logits, grad, ids, ones, stats, wide, 0 * ones, KernelParams())
+        gradient(kernels, logits, grad, ids, ones, stats, wide, 0 * ones)
     torch.testing.assert_close(half, full.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
-# --- the objective --------------------------------------------------------------------------------------------------
+# --- exponentials ---------------------------------------------------------------------------------------------------
 
 
-def expected_objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p: KernelParams) -> Tensor:
-    """(4, N) float64: the same by autograd over the reference's formulas, log ratio and logp being separate leaves. A
-    ratio that is the token's own and corrects the KL moves with logp."""
-    p = p._replace(**{name: float(np.float32(x)) for name, x in p._asdict().items() if isinstance(x, float)})
-    bounds = [None if x == math.inf else x for x in (p.kl_delta_clamp, p.kl_clamp)]
-    named, surrogate = p._asdict(), p.surrogate
-    named["ratio_cap"] = None if p.ratio_cap == math.inf else p.ratio_cap
-    if surrogate == "weighted":
-        surrogate = {"clamp": "cispo_two_sided", "drop": "cispo_mask", "drop_outward": "cispo_unified"}[p.outside]
-        named |= {"epsilon_low": 1 - p.weight_low, "epsilon_high": p.weight_high - 1}
-    config: Any = SimpleNamespace(**named, kl_estimator=p.kl, kl_clamps=bounds)
-    field = {name: table[i].double() for name, i in FIELD.items()}
-    x, logp = (t.double().requires_grad_() for t in (log_ratio, logp))
-    r = x.clamp(-p.log_ratio_clamp, min(p.log_ratio_clamp, reference.EXPONENT_LIMIT)).exp()
-    value = field["multiplier"] * reference.SURROGATES[surrogate](config, r, x, logp, field["advantage"])
-    value = torch.where((field["multiplier"] == 0) | (entropy < field["entropy_threshold"]), 0.0, value)
-    kl = torch.zeros_like(value) if p.kl == "none" else reference.kl_estimate(config, logp, field["ref"])
-    if p.score_term:
-        kl = reference.score_term(config, kl, logp, field["ref"])
-    if p.bias_correction:
-        if not shares_ratio(p.level):
-            own = x.detach() + logp - logp.detach()
-            r = own.clamp(-p.log_ratio_clamp, min(p.log_ratio_clamp, reference.EXPONENT_LIMIT)).exp()
-        kl = (kl * r).clamp(-reference.PRODUCT_LIMIT, reference.PRODUCT_LIMIT)
-    value = value + p.beta * kl
-    slopes = torch.autograd.grad(value.sum(), (x, logp), allow_unused=True, materialize_grads=True)
-    return torch.stack([value, *slopes, kl]).detach()
-
-
-def objective(
-    kernels: Kernels, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(value, d_ratio, d_direct, kl), (N,) each, at these log ratios up to a rounding of logp - log_ratio."""
-    table, params = table.clone(), params._replace(has_old=True)
-    table[FIELD["old"]] = logp - log_ratio
-    found = []
-    for ratio, direct in ((1.0, 0.0), (0.0, 1.0)):  # one derivative at a time: g_logp is their weighted sum
-        table[FIELD["weight_ratio"]], table[FIELD["weight_direct"]] = ratio, direct
-        values = no_values(len(logp), table.dtype, table.device)
-        values.logp.copy_(logp)
-        values.entropy.copy_(entropy)
-        kernels.token_objective(Rows(0, len(logp)), table, values, params)
-        found.append(values)
-    value, kl = found[0].columns[3:5]
-    return value, found[0].g_logp, found[1].g_logp, kl
-
-
-def check_objective(
-    kernels: Kernels, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
+def check_exponentials(
+    kernels: Kernels,
+    vocab: int,
+    transform: LogitTransform = PLAIN,
+    dtype: torch.dtype = torch.float32,
+    shift: int = 0,
+    biased: bool = False,
 ) -> None:
-    found = torch.stack(objective(kernels, log_ratio, logp, entropy, table, params))
-    assert found.isfinite().all()
-    expected = expected_objective(log_ratio, logp, entropy, table, params)
-    torch.testing.assert_close(found.double(), expected, rtol=3e-5, atol=3e-6)
+    """exponentials of a few rows of logits of this type: apart from them and over their front, for neighbours among the
+    tokens and for a list of tokens. -unit E is d logp / d logits, within the rounding of E."""
+    count, tokens = 10, 23
+    values, ids = make_logits(count, vocab, torch.bfloat16)
+    ids[8] = ids[9] = min(5, vocab - 1)
+    ids[:8] = torch.where(ids[:8] == ids[8], 0, ids[:8])
+    sampled = torch.arange(count), ids
+    # Beside plain rows: p near 1; p near e^-40, which float32 holds; p below e^-55, which needs a repair. A softcap
+    # keeps logits close, and with one id there is no improbable one.
+    values[sampled] += torch.tensor([0, 0, 0, 0, 30, -40, -100, -3000, 0, 0]).bfloat16()
+    temperature = torch.tensor([1.0, 0.7, 1.3, 2.0, 1.0, 1.0, 0.8, 1.1, 1.0, 1.0])
+    bias = torch.randn(shift % 5 + vocab)[shift % 5 :] if biased else None
+    if bias is not None and vocab > 5:
+        bias[5] = -math.inf  # excluded everywhere, and sampled by the last two rows
+    hidden = torch.nn.functional.pad(torch.eye(count), (0, 24 - count)).bfloat16()
+    weight = torch.nn.functional.pad(values.T, (0, 24 - count))  # hidden @ weight.T is exactly the logits
+    u, truth = exact(values, ids, temperature, transform, bias)
+    expected = torch.autograd.grad(truth.logp.sum(), u)[0]
+    has_nan, outside = 3, 8
+    hidden[has_nan, has_nan] = values[has_nan, vocab // 2] = math.nan
+    ids[outside] = (-100, vocab, 2**40 + 7)[shift % 3]
+    sound = [i for i in range(count) if i not in (has_nan, outside)]
 
-
-# --- plan, objective of sequences, sums -----------------------------------------------------------------------------
-# Random configurations and batches; plain torch says what is right.
-
-
-class Draw:
-    """Choices and numbers of one case."""
-
-    def __init__(self, seed: int) -> None:
-        self.choices = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def one_of(self, *options: object) -> object:
-        return self.choices.choice(options)
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-    def chance(self, shape: tuple[int, ...], probability: float = 0.7) -> Tensor:
-        return torch.rand(shape, generator=self.generator) < probability
-
-
-Lengths = tuple[int, int] | list[int] | None
-
-
-def make_inputs(draw: Draw, lengths: Lengths = None) -> tuple[TokenInputs, Tensor]:
-    """(inputs, ids) of a batch (B, T), or packed sequences of these lengths; of any, and empty ones among them, without
-    `lengths`."""
-    if lengths is None:
-        lengths = [draw.choices.choice((0, 1, 3, 7, 20)) for _ in range(draw.choices.randint(1, 12))]
-        if draw.one_of(True, False):
-            lengths = len(lengths), draw.choices.randint(1, 23)
-    if isinstance(lengths, tuple):
-        shape, cu_seqlens = lengths, None
-    else:
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        shape, cu_seqlens = (int(offsets[-1]),), offsets.to(draw.one_of(torch.int32, torch.int64))
-    sequences = shape[0] if cu_seqlens is None else len(lengths)
-    advantages = draw.normal(*draw.one_of((sequences,), (sequences, 1), shape))
-    advantages[draw.chance(advantages.shape, 0.4)] = 0.0
-    rollout = -draw.normal(*shape).abs()
-    rollout[draw.chance(shape, 0.2)] = math.nan
-    weights = draw.normal(*draw.one_of((sequences,), shape)).abs()
-    weights[draw.chance(weights.shape, 0.3)] = 0.0
-    mask = draw.chance(shape).to(draw.one_of(*MASKS))
-    if mask.dtype.itemsize == 8:
-        mask = mask * 2**40  # the low half alone is zero
-    optional = {
-        "completion_mask": mask,
-        "old_logps": -draw.normal(*shape).abs(),
-        "ref_logps": -draw.normal(*shape).abs(),
-        "rollout_weights": weights,
-        "rollout_logps": rollout,
-        "normalizer": draw.one_of(torch.tensor(7.5), torch.tensor(12)),
-        "temperature": draw.one_of(draw.normal(*shape).exp(), torch.tensor(0.7)),
-        "entropy_threshold": torch.tensor(0.3),
-    }
-    given = {name: x for name, x in optional.items() if draw.one_of(True, False)}
-    for name in ("old_logps", "ref_logps", "temperature"):  # whatever padding holds
-        if "completion_mask" in given and given.get(name, torch.tensor(0.0)).shape == shape:
-            given[name][mask == 0] = math.nan
-    ids = torch.randint(0, 1000, shape, generator=draw.generator)
-    return TokenInputs(advantages.to(draw.one_of(torch.float32, torch.bfloat16)), cu_seqlens=cu_seqlens, **given), ids
-
-
-def make_rules(draw: Draw) -> PlanRules:
-    def flag() -> bool:
-        return bool(draw.one_of(True, False))
-
-    return PlanRules(
-        aggregation=draw.one_of(*AGGREGATIONS),
-        level=draw.one_of(*LEVELS),
-        divides_by_rollout=flag(),
-        multiplies_rollout_weight=flag(),
-        whole_sequences=flag(),
-        needs_advantage=flag(),
-        kl_has_gradient=draw.choices.random() < 0.2,
-        score_inactive=flag(),
-        max_completion_length=float(draw.choices.randint(1, 40)),
-        entropy_coef=draw.one_of(0.0, 0.0, 0.01, -0.02),
-        temperature=draw.one_of(1.0, 1.3),
-        entropy_threshold=draw.one_of(-math.inf, 0.5),
-    )
-
-
-def check_plan(kernels: Kernels, inputs: TokenInputs, ids: Tensor, rules: PlanRules) -> None:
-    """Against the plan in plain torch: to the bit, but for weights, which are sums or products of a few roundings.
-    Twice, and without the order."""
-    found, again = (kernels.plan(inputs, ids, rules, torch.float32, ordered=True) for _ in range(2))
-    static = kernels.plan(inputs, ids, rules, torch.float32, ordered=False)
-    expected = plan_tokens(inputs, ids, rules, torch.float32, ordered=True)
-    for name, i in FIELD.items():
-        rtol = 1e-5 if name in ("weight_ratio", "weight_direct", "weight_entropy") else 0
-        torch.testing.assert_close(found.table[i], expected.table[i], rtol=rtol, atol=0, equal_nan=True, msg=name)
-    for name in ("offsets", "lengths", "scored", "active", "ids", "counts"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0, msg=name)
-    assert found.values.lse.dtype == torch.float64
-    assert all(x.shape == y.shape and not x.any() for x, y in zip(found.values, expected.values, strict=True))
-    written = int(found.counts[:2].sum())
-    assert torch.equal(found.order[:written], expected.order[:written])
-    assert static.order is None and static.counts is None
-    for other in (again, static):
-        check_equal([other.table, *other.values, *other[2:7]], [found.table, *found.values, *found[2:7]])
-    check_equal([again.order[:written], again.counts], [found.order[:written], found.counts])
-
-
-def make_params(draw: Draw, inputs: TokenInputs, surrogate: str, level: str) -> KernelParams:
-    has_rollout = inputs.rollout_logps is not None
-    divides_by_rollout = surrogate in ("dppo_tv", "dppo_kl", "ipo")
-    kl = draw.one_of(*KL_ESTIMATORS) if inputs.ref_logps is not None else "none"
-    return KernelParams(
-        surrogate=surrogate,
-        kl=kl,
-        has_old=inputs.old_logps is not None or (has_rollout and divides_by_rollout),
-        bias_correction=kl != "none" and bool(draw.one_of(True, False)),
-        score_term=kl in ("k1", "k2", "k3", "abs") and bool(draw.one_of(True, False)),
-        outside=draw.one_of(*OUTSIDE),
-        weight_low=draw.one_of(1.0, 0.8),
-        weight_high=draw.one_of(1.0, 1.3),
-        dppo_kl_tau=draw.one_of(0.0, 0.1),
-        ratio_cap=draw.one_of(math.inf, 1.2),
-        beta=draw.one_of(0.0, 0.1),
-        epsilon_high=draw.one_of(0.2, 2.0),
-        delta=draw.one_of(math.inf, 1.5),
-        dual_clip=draw.one_of(math.inf, 3.0),
-        log_ratio_clamp=draw.one_of(math.inf, 1.0),
-        level=level,
-        has_rollout=has_rollout,
-        vespo=surrogate == "weighted" and bool(draw.one_of(True, False)),
-        divides_by_rollout=divides_by_rollout,
-        off_policy_threshold=draw.one_of(math.inf, 0.1),
-    )
-
-
-def scored_batch(draw: Draw, case: int, lengths: Lengths = None) -> tuple[PlannedTokens, KernelParams]:
-    """A planned batch whose tokens have log-probabilities; those that are not scored have none."""
-    inputs, ids = make_inputs(draw, lengths)
-    inputs = inputs._replace(advantages=inputs.advantages.float())
-    surrogate, level = SURROGATES[case % len(SURROGATES)], LEVELS[case % len(LEVELS)]
-    if surrogate == "gmpo" and inputs.old_logps is None:  # its clamp acts on log ratios
-        inputs = inputs._replace(old_logps=-draw.normal(*ids.shape).abs())
-    params = make_params(draw, inputs, surrogate, level)
-    rules = make_rules(draw)._replace(level=params.level, divides_by_rollout=params.divides_by_rollout)
-    plan = plan_tokens(inputs, ids, rules, torch.float32, ordered=False)
-    logp, entropy = -draw.normal(ids.numel()).abs(), draw.normal(ids.numel()).abs()
-    plan.values.columns[0], plan.values.columns[1] = (torch.where(plan.scored, x, 0.0) for x in (logp, entropy))
-    return plan, params
-
-
-def exactly(plan: PlannedTokens) -> PlannedTokens:
-    """A copy in float64."""
-    return plan._replace(table=plan.table.double(), values=TokenValues(*(x.double() for x in plan.values)))
-
-
-def check_sequences(kernels: Kernels, case: int, lengths: Lengths = None) -> None:
-    """sequence_objective of all sequences, and of some, with the same bits: tokens that are not scored, or of others,
-    keep what they hold."""
-    draw = Draw(100 + case)
-    plan, params = scored_batch(draw, case, lengths)
-    plan.table[:, ~plan.scored] = math.nan  # never read
-    plan.values.columns[:, ~plan.scored] = 7.0
-    sequences, exact = plan.lengths.numel(), exactly(plan)
-    coefficients.sequence_objective(
-        exact.table, plan.scored, plan.offsets, exact.lengths.double(), exact.values, params
-    )
-    whole, part = (plan._replace(values=TokenValues(*(x.clone() for x in plan.values))) for _ in range(2))
-    kernels.sequence_objective(slice(0, sequences), None, whole, params)
-    for row, truth in zip(whole.values.columns, exact.values.columns, strict=True):
-        largest = float(truth.abs().max()) if truth.numel() else 0.0  # of what a sum over a sequence may be made
-        torch.testing.assert_close(row.double(), truth, rtol=3e-5, atol=3e-6 * max(1.0, largest))
-    assert torch.equal(whole.values.lse, plan.values.lse)
-
-    first = draw.choices.randint(0, sequences)
-    some = slice(first, draw.choices.randint(first, sequences))
-    kernels.sequence_objective(some, None, part, params)
-    start, stop = plan.offsets[some.start], plan.offsets[some.stop]
-    assert torch.equal(part.values.columns[:, start:stop], whole.values.columns[:, start:stop])
-    for outside in (slice(0, start), slice(stop, None)):
-        assert torch.equal(part.values.columns[:, outside], plan.values.columns[:, outside])
-
-
-def check_sums(kernels: Kernels, case: int, lengths: Lengths = None) -> None:
-    """Against float64, which the walk over variants compares with the reference's metrics; the same bits twice."""
-    draw = Draw(200 + case)
-    plan, params = scored_batch(draw, case, lengths)
-    coefficients.token_objective(Rows(0, plan.scored.numel()), plan.table, plan.values, params)
-    plan.table[FIELD["weight_direct"], ::5], plan.values.value[::5] = 0.0, math.inf  # weight 0: must not count
-    plan.table[:, ~plan.scored], plan.values.columns[:, ~plan.scored] = math.nan, math.nan
-    groups = draw.choices.randint(1, 4)
-    group_index = torch.randint(0, groups, (plan.lengths.numel(),), generator=draw.generator)
-    if draw.choices.random() < 0.3:
-        group_index, groups = None, 0
-    found = kernels.sums(plan, params, group_index, groups)
-    expected = column_sums(exactly(plan), params, group_index, groups)
-    assert found.numbers.dtype == torch.float32
-    assert (found.num_sequences, found.num_groups) == (expected.num_sequences, expected.num_groups)
-    torch.testing.assert_close(found.numbers.double(), expected.numbers, rtol=1e-5, atol=1e-5)
-    assert torch.equal(kernels.sums(plan, params, group_index, groups).numbers, found.numbers)
+    results = []
+    for rows in (Rows(5, 5 + count), Rows(0, count, torch.tensor([7, 2, 22, 0, 4, 11, 1, 16, 9, 3]))):
+        for in_place in (False, True):
+            logits, buffer = placed(values, vocab + 3, shift, dtype)
+            out, around = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, torch.bfloat16)
+            if in_place:
+                out, around = over_the_front(logits, buffer, torch.bfloat16), buffer
+            stats = filled_statistics(tokens)
+            t_ids, t_temperature = spread(rows, tokens, ids, 10**15), spread(rows, tokens, temperature)
+            unit = kernels.exponentials(
+                LogitChunk(logits, rows, t_ids, t_temperature, stats, transform, bias),
+                HeadChunk(hidden, weight, bias, ids, temperature, transform),
+                out,
+            )
+            assert unit.dtype == torch.float32 and unit.shape == (count,)
+            check_written(rows, stats)
+            found = of_rows(stats, rows)
+            results.append((*found, unit, out.clone()))
+            if in_place:
+                logits.fill_(7.5)
+            else:
+                torch.testing.assert_close(logits, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+                out.fill_(7.5)
+            assert (around == 7.5).all()  # nothing else in the buffer has been touched
+    for result in results[1:]:
+        check_equal(result, results[0])
+    *_, unit, exps = results[0]
+    found = Statistics(*results[0][:3])
+    check_statistics(*(Statistics(*(x[sound] for x in stats)) for stats in (found, truth)), tolerance=4e-6)
+    assert found.lse[has_nan].isnan()
+    assert vocab == 1 or all(x[has_nan].isnan() for x in found)
+    assert found.logp[outside].isnan() and unit[outside].isfinite() and exps[outside].isfinite().all()
+    assert exps[sound].isfinite().all()
+    derivative = -unit[sound, None].double() * exps[sound].double()
+    bound = expected[sound].abs() * (UNIT[torch.bfloat16] * 1.01 + 5e-5) + 1e-15
+    assert ((derivative - expected[sound]).abs() <= bound).all()
 
 
 # --- finished gradients ---------------------------------------------------------------------------------------------

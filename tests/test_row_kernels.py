@@ -16,25 +16,24 @@ import pytest
 import torch
 from emulator import H200
 
-from grpo_kernels import contract
+from grpo_kernels import _cpu  # the tests need the compiled module: a skip would hide that it is missing
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.compiled import cpu as cpu_backend
-from grpo_kernels.kernels.torch.backend import TorchBackend
-from grpo_kernels.names import KernelParams
+from grpo_kernels.kernels.compiled.cpu import load
+from grpo_kernels.kernels.operations import Backend, KeptPairs, LogitTransform
 
-CPU, reason = cpu_backend.load()
-assert CPU is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
-OPTIONS = ({}, {"logit_scale": 0.25}, {"softcap": 5.0, "logit_scale": 1.5})
+CPU, reason = load()
+assert CPU is not None, reason
+TRANSFORMS = (c.PLAIN, LogitTransform(logit_scale=0.25), LogitTransform(logit_scale=1.5, softcap=5.0))
 
 
 @contextlib.contextmanager
-def instruction_set(name: str) -> Iterator[cpu_backend.CpuBackend]:
-    before = CPU.module.cpu_isa()
-    CPU.module.set_cpu_isa(name)
+def instruction_set(name: str) -> Iterator[Backend]:
+    before = _cpu.cpu_isa()
+    _cpu.set_cpu_isa(name)
     try:
         yield CPU
     finally:
-        CPU.module.set_cpu_isa(before)
+        _cpu.set_cpu_isa(before)
 
 
 def usable_isas() -> list[str]:
@@ -94,11 +93,12 @@ def test_instruction_sets_are_those_of_the_processor():
 
 ISA_FROM_ENVIRONMENT = """
 import os
+from grpo_kernels import _cpu
 from grpo_kernels.kernels.compiled.cpu import load
 
 for os.environ["GRPO_KERNELS_CPU_ISA"] in ("bogus", "baseline"):  # read until it names one
     backend, reason = load()
-    print(backend and backend.module.cpu_isa(), reason)
+    print(backend and _cpu.cpu_isa(), reason)
 """
 
 
@@ -108,12 +108,12 @@ def test_isa_from_the_environment():
     assert refused.startswith("None") and "GRPO_KERNELS_CPU_ISA" in refused and "bogus" in refused
     assert taken.split() == ["baseline"]
     with pytest.raises(ValueError, match="'bogus' is unknown or not available here; usable: "):
-        CPU.module.set_cpu_isa("bogus")
+        _cpu.set_cpu_isa("bogus")
 
 
 def test_a_module_of_another_interface_is_not_used(monkeypatch):
-    monkeypatch.setattr(CPU.module, "INTERFACE", -1)
-    found, reason = cpu_backend.load()
+    monkeypatch.setattr(_cpu, "INTERFACE", -1)
+    found, reason = load()
     assert found is None and "build again" in reason
 
 
@@ -121,11 +121,11 @@ def test_a_module_of_another_interface_is_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", c.DTYPES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_rows(kernels, dtype, options):
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+def test_rows(kernels, dtype, transform):
     """With gradients of every type that a backend has, or for Triton each vocabulary once. Every address and order of
     threads comes up for each type."""
-    turn = 3 * len(options) + c.DTYPES.index(dtype)
+    turn = 3 * TRANSFORMS.index(transform) + c.DTYPES.index(dtype)
     for i, vocab in in_turn(kernels, c.VOCABS, turn, every=9):
         gradients = {
             "cpu": c.DTYPES,
@@ -133,8 +133,16 @@ def test_rows(kernels, dtype, options):
             "cuda": [gradient for logits, gradient in c.PAIRS if logits == dtype],
         }
         for gradient in gradients[kernels.name]:
-            given = vocab, (dtype, gradient), KernelParams(**options)
-            c.check_rows(kernels, *given, shift=(i + turn) % 8, biased=i % 2 == 1)
+            c.check_rows(kernels, vocab, (dtype, gradient), transform, shift=(i + turn) % 8, biased=i % 2 == 1)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "cuda"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transform", [*TRANSFORMS, LogitTransform(softcap=100.0)], ids=str)
+def test_exponentials(kernels, dtype, transform):
+    turn = int(transform.softcap) + c.DTYPES.index(dtype)
+    for i, vocab in in_turn(kernels, c.VOCABS, turn, every=6):
+        c.check_exponentials(kernels, vocab, transform, dtype, shift=(i + turn) % 8, biased=i % 2 == 1)
 
 
 @pytest.mark.parametrize("pair", c.PAIRS, ids=str)
@@ -156,17 +164,18 @@ def test_logp_is_as_accurate_as_torch(kernels):
 @of_cpu
 def test_threads_change_no_bit(kernels):
     logits, ids = c.make_logits(37, 4099, torch.float32)
-    table, params = c.make_table(37, weight_entropy=0.1), KernelParams(has_old=False)
+    ones = torch.ones(37)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            grad = torch.empty_like(logits)
-            results.append((*c.single_pass(kernels, logits, grad, ids, table, params), grad))
+            stats, grad = c.statistics(kernels, logits, ids, ones), torch.empty_like(logits)
+            c.gradient(kernels, logits, grad, ids, ones, stats, ones, 0.1 * ones)
+            results.append((*stats, grad))
     finally:
         torch.set_num_threads(before)
     for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+        c.check_equal(result, results[0])
 
 
 FORKED = """
@@ -174,26 +183,26 @@ import os, sys
 import torch
 sys.path.insert(0, "tests")
 import kernel_checks as c
+from grpo_kernels import _cpu
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.names import KernelParams
 
 torch.set_num_threads(2)
 backend = get_backend("cpu")
 logits, ids = c.make_logits(37, 4099, torch.float32)
-table = c.make_table(37, weight_entropy=0.1)
-
+ones = torch.ones(37)
+stats = c.statistics(backend, logits, ids, ones)
 gradients = torch.empty(2, *logits.shape)
 
 def compute(i):
-    c.single_pass(backend, logits, gradients[i], ids, table, KernelParams(has_old=False))
+    c.gradient(backend, logits, gradients[i], ids, ones, stats, ones, ones)
 
 compute(0)
-assert backend.module.uses_openmp()
+assert _cpu.uses_openmp()
 child = os.fork()
 if child == 0:  # without operators of torch, which would wait for its threads
     compute(1)
     first, second = gradients.numpy()
-    os._exit(0 if not backend.module.uses_openmp() and first.tobytes() == second.tobytes() else 1)
+    os._exit(0 if not _cpu.uses_openmp() and first.tobytes() == second.tobytes() else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
@@ -224,7 +233,7 @@ def test_add_rows_sums_each_id_in_float32_and_rounds_once(dtype):
     for i, s, row in zip(ids, scale, rows, strict=True):
         sums[i] += s * row.float()
     expected = (target.float() + sums).to(dtype)
-    for kernels in (CPU, TorchBackend()):
+    for kernels in (CPU, get_backend("torch")):
         found = target.clone()
         kernels.add_rows(found, ids, scale, rows)
         torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
@@ -288,7 +297,7 @@ def test_a_dweight_larger_than_the_caches(kernels, dtype, shift):
     hidden = torch.randn(tokens, width, generator=g).to(dtype)
     ids = torch.randint(vocab, (tokens * 40,), generator=g, dtype=torch.int32)
     ids[::5], ids[1], ids[2] = -1, 0, vocab - 1
-    pairs = contract.KeptPairs(ids, torch.arange(tokens, dtype=torch.int32).repeat_interleave(40))
+    pairs = KeptPairs(ids, torch.arange(tokens, dtype=torch.int32).repeat_interleave(40))
     dlogits = torch.randn(len(ids), generator=g)
     buffer = torch.full((vocab + 1, width + 32), 7.5, dtype=dtype)
     dweight = buffer.view(-1)[shift:][: vocab * (width + 32)].view(vocab, width + 32)[:, :width]

@@ -11,52 +11,61 @@ import torch
 from test_row_kernels import ISAS, instruction_set
 from torch import Tensor
 
-from grpo_kernels.contract import LogitChunk, RowGradients, Rows, SparseRows, SparseRule, no_values
 from grpo_kernels.kernels import get_backend
+from grpo_kernels.kernels.operations import (
+    SPARSE_ONE,
+    LogitChunk,
+    LogitTransform,
+    RowGradients,
+    Rows,
+    SparseRows,
+    SparseRule,
+    Statistics,
+)  # fmt: skip
 from grpo_kernels.kernels.torch import sparse
-from grpo_kernels.names import SPARSE_ONE, KernelParams
 
 TORCH = get_backend("torch")
 THETA = 2.0**-6
 RULE = SparseRule(THETA)
-OPTIONS = ({}, {"softcap": 5.0, "logit_scale": 1.5})
-PLAIN = KernelParams()
+TRANSFORMS = (c.PLAIN, LogitTransform(logit_scale=1.5, softcap=5.0))
 
 
 class Given:
     """Rows of logits with their statistics and coefficients; every second one has a gradient through the entropy."""
 
-    def __init__(self, logits: Tensor, ids: Tensor, *, params=PLAIN, bias=None, rows: Rows | None = None) -> None:
+    def __init__(
+        self, logits: Tensor, ids: Tensor, *, transform=c.PLAIN, bias: Tensor | None = None, rows: Rows | None = None
+    ) -> None:
         count, dtype = len(logits), torch.promote_types(logits.dtype, torch.float32)
         rows = rows or Rows(0, count)
-        self.tokens = count if rows.index is None else int(rows.index.max()) + 1
+        tokens = count if rows.index is None else int(rows.index.max()) + 1
         g, at_entropy = torch.linspace(-1.0, 2.0, count, dtype=dtype), torch.arange(count) % 2 * 0.3
         per_row = torch.linspace(0.7, 1.3, count, dtype=dtype), g, at_entropy.to(dtype), ids
-        self.temperature, self.g_logp, self.g_entropy, sampled = (c.spread(rows, self.tokens, x, 0) for x in per_row)
-        self.values = no_values(self.tokens, dtype, logits.device)
-        self.chunk = LogitChunk(logits, rows, sampled, self.temperature, self.values, params, bias)
+        self.temperature, self.dlogp, self.dentropy, sampled = (c.spread(rows, tokens, x, 0) for x in per_row)
+        self.stats = Statistics.zeros(tokens, logits.device, dtype)
+        self.chunk = LogitChunk(logits, rows, sampled, self.temperature, self.stats, transform, bias)
         TORCH.statistics(self.chunk)
 
     def pairs(self, kernels, capacity: int | None = None, rule: SparseRule = RULE) -> SparseRows:
         count, vocab = self.chunk.logits.shape
         shape = count, vocab if capacity is None else capacity
         found = SparseRows(
-            torch.full(shape, -7, dtype=torch.int32), torch.full(shape, 7.5, dtype=self.values.columns.dtype),
+            torch.full(shape, -7, dtype=torch.int32), torch.full(shape, 7.5, dtype=self.stats.logp.dtype),
             torch.full((count,), -7, dtype=torch.int32),
         )  # fmt: skip
-        kernels.sparse_gradient(self.chunk, self.g_logp, self.g_entropy, rule, found)
+        kernels.sparse_gradient(self.chunk, self.dlogp, self.dentropy, rule, found)
         return found
 
     def dense(self, kernels=TORCH) -> Tensor:
-        out = torch.empty_like(self.chunk.logits, dtype=self.values.columns.dtype)
-        kernels.logits_gradient(self.chunk, self.g_logp, self.g_entropy, RowGradients(out))
+        out = torch.empty_like(self.chunk.logits, dtype=self.stats.logp.dtype)
+        kernels.gradient(self.chunk, self.dlogp, self.dentropy, RowGradients(out))
         return out
 
     @property
     def scale(self) -> Tensor:
         rows = self.chunk.rows
-        size = rows.take(self.g_logp).abs() + rows.take(self.g_entropy).abs()
-        return self.chunk.params.logit_scale / rows.take(self.temperature) * size
+        size = rows.take(self.dlogp).abs() + rows.take(self.dentropy).abs()
+        return self.chunk.transform.logit_scale / rows.take(self.temperature) * size
 
 
 def random_rows(count: int, vocab: int, dtype=torch.float32, **options) -> Given:
@@ -97,10 +106,10 @@ def kernels(backend):
     return get_backend(backend)
 
 
-def check_against_torch(kernels, vocabs, dtype, options) -> None:
+def check_against_torch(kernels, vocabs, dtype, transform) -> None:
     for vocab in vocabs:
         bias = torch.randn(vocab) if vocab % 2 else None
-        given = random_rows(7, vocab, dtype, params=KernelParams(**options), bias=bias)
+        given = random_rows(7, vocab, dtype, transform=transform, bias=bias)
         before = given.chunk.logits.clone()
         rule = SparseRule(THETA, vocab)
         found = given.pairs(kernels, rule=rule)
@@ -108,18 +117,18 @@ def check_against_torch(kernels, vocabs, dtype, options) -> None:
         same_pairs(found, given.pairs(TORCH, rule=rule), given.scale)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("dtype", c.DTYPES)
 @pytest.mark.parametrize("name", [*ISAS, "triton", "cuda"])
-def test_kernels_keep_what_torch_keeps(name, dtype, options):
+def test_kernels_keep_what_torch_keeps(name, dtype, transform):
     """Triton: one block, less, and several with columns left over. CUDA: rows of some lanes of a warp, of warps and of
     several turns of a block; test_cuda_faults.py has other orders of the threads."""
     if name in ISAS:
         with instruction_set(name) as kernels:
-            check_against_torch(kernels, c.VOCABS, dtype, options)
+            check_against_torch(kernels, c.VOCABS, dtype, transform)
     else:
         vocabs = (1, 15, 64, 65, 1000) if name == "triton" else (1, 15, 65, 1000, 2049, 20011)
-        check_against_torch(get_backend(name), vocabs, dtype, options)
+        check_against_torch(get_backend(name), vocabs, dtype, transform)
 
 
 def test_triton_passes_blocks_without_pairs():
@@ -137,7 +146,7 @@ def test_the_rule_one_entry_after_another():
     found, dense, rule = given.pairs(TORCH), given.dense(), RULE
     for row, values in enumerate(dense):
         level = (given.scale[row] * THETA).item()
-        start = sparse.start_of_sum(torch.tensor([row]), given.values.lse[row : row + 1], rule.first_id).item()
+        start = sparse.start_of_sum(torch.tensor([row]), given.stats.lse[row : row + 1], rule.first_id).item()
         total, expected = start, {}
         for id, v in enumerate(values.tolist()):
             share = abs(v) / level
@@ -163,8 +172,8 @@ def test_mean_and_variance():
     logits, rule = torch.randn(3, vocab) * 2.5, SparseRule(THETA * 4)
     for row in range(3):
         given = Given(logits[row : row + 1].repeat(places, 1), torch.full((places,), 5 * row))
-        given.g_logp.fill_(1.0 - row)
-        given.g_entropy.fill_(0.25 * row)
+        given.dlogp.fill_(1.0 - row)
+        given.dentropy.fill_(0.25 * row)
         given.temperature.fill_(0.8)
         TORCH.statistics(given.chunk)
         exact, found = given.dense()[0].double(), matrix(given.pairs(TORCH, rule=rule), vocab)
@@ -192,15 +201,15 @@ def test_a_place_in_the_batch_and_a_slice_say_which_entries(kernels):
     assert torch.equal(expected, matrix(whole.pairs(kernels), 500))
     order = torch.randperm(40)
     part = Given(logits[order], ids[order], rows=Rows(0, 40, order))
-    for name in ("temperature", "g_logp", "g_entropy"):
+    for name in ("temperature", "dlogp", "dentropy"):
         getattr(part, name).copy_(getattr(whole, name))
-    part.values.columns.copy_(whole.values.columns)
-    part.values.lse.copy_(whole.values.lse)
+    for destination, x in zip(part.stats, whole.stats, strict=True):
+        destination.copy_(x)
     assert torch.equal(matrix(part.pairs(kernels), 500), expected[order])
     other = matrix(whole.pairs(kernels, rule=SparseRule(THETA, 1)), 500)
     changed = (other != expected).any(1)
     assert changed.sum() > 35
-    whole.values.lse.mul_(1 + 1e-6)
+    whole.stats.lse.mul_(1 + 1e-6)
     assert (matrix(whole.pairs(kernels), 500) != expected).any(1).sum() > 35
 
 
@@ -212,7 +221,7 @@ def check_capacity(kernels) -> None:
     given = random_rows(12, 400)
     everything = given.pairs(kernels)
     capacity = int(everything.counts.median())
-    given.g_logp[0], given.g_entropy[0] = 0.0, 0.0
+    given.dlogp[0], given.dentropy[0] = 0.0, 0.0
     found = given.pairs(kernels, capacity)
     for row, (count, all_of_them) in enumerate(zip(found.counts.tolist(), everything.counts.tolist(), strict=True)):
         assert count == (0 if row == 0 else min(all_of_them, capacity + 1))
@@ -225,9 +234,9 @@ def check_capacity(kernels) -> None:
 def test_numbers_that_are_not_finite_and_levels_that_vanish(kernels):
     """They go through the dense products, which have rules for them; excluded ids leave nothing."""
     given = random_rows(6, 200)
-    given.g_logp[1] = math.nan
-    given.g_logp[2] = math.inf
-    given.g_logp[4], given.g_entropy[4] = 1e-42, 0.0
+    given.dlogp[1] = math.nan
+    given.dlogp[2] = math.inf
+    given.dlogp[4], given.dentropy[4] = 1e-42, 0.0
     found = given.pairs(kernels, 10)
     assert (found.counts[[1, 2, 4]] == 11).all()
     logits = torch.randn(2, 3000)
