@@ -35,7 +35,7 @@ VLLM = build/vllm
 # interpreter takes the Triton that tests/triton_interpreter.py was written for: it runs with the newest torch alone.
 TORCH_TESTS = compile engine accumulation chunks precision default_type policy_loss sampling_mask traps variants env
 TORCH_SELECTED = not triton and not cuda and not strategies_without_logits
-SOURCES := setup.py grpo_kernels/names.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -name names.h -prune -o -type f -print)
+SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 

@@ -35,7 +35,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from kernel_build import cpu, cuda  # noqa: E402
 from kernel_build.host import BuildError  # noqa: E402
-from kernel_build.names import write_header  # noqa: E402
 
 CPU, CUDA = "grpo_kernels._cpu", "grpo_kernels._cuda"
 PURE = os.environ.get("GRPO_KERNELS_NATIVE") == "0"
@@ -103,7 +102,6 @@ def version() -> str:
 
 
 if __name__ == "__main__":
-    write_header()
     setup(
         version=version(),
         ext_modules=[] if PURE else [Extension(CPU, []), Extension(CUDA, [])],

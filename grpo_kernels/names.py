@@ -1,7 +1,6 @@
-"""Names and numbers that Python, C++, CUDA and Triton share. It imports nothing of the package, and no torch.
+"""Names and numbers that Python and Triton share. It imports nothing of the package, and no torch.
 
-setup.py writes csrc/names.h from this file (tools/kernel_build/names.py), Triton takes its constants from here. The
-order of every list is the order of the codes that kernels receive.
+The order of every list is the order of the codes that kernels receive.
 """
 
 from __future__ import annotations
@@ -164,44 +163,7 @@ class TeacherParams(NamedTuple):
     softcap: float = 0.0  # 0: no softcap
 
 
-DTYPES = ("float32", "bfloat16", "float16")  # of logits and gradients
-
-# C++ enumerations: name of the type, prefix of the enumerators, their names.
-ENUMERATIONS = (
-    ("DType", "k", DTYPES),
-    ("Aggregation", "k", AGGREGATIONS),
-    ("Level", "kLevel", LEVELS),
-    ("KlEstimator", "kKl", KL_ESTIMATORS),
-    ("Surrogate", "k", SURROGATES),
-    ("Outside", "kOutside", OUTSIDE),
-    ("Divergence", "k", DIVERGENCES),
-    ("Field", "k", TABLE_FIELDS),
-    ("ValueField", "kToken", VALUE_FIELDS),
-    ("Column", "kSum", COLUMNS),
-)
-# C++ structs of numbers: int32 members (codes and flags), then float32 members.
-STRUCTS = (("Params", KernelParams), ("PlanRules", PlanRules), ("TeacherParams", TeacherParams))
-CONSTANTS = (
-    ("kMaxExponent", EXPONENT_LIMIT),
-    ("kMaxProduct", PRODUCT_LIMIT),
-    ("kSparseOne", float(SPARSE_ONE)),
-)
-
-
 def integers_first(struct: Any) -> tuple[list[str], list[str]]:
     """(members that kernels receive as int32: codes and flags, members that are float32)."""
     floats = [name for name, default in struct._field_defaults.items() if isinstance(default, float)]
     return [name for name in struct._fields if name not in floats], floats
-
-
-VERSION = 15  # raised with every change of the functions of the compiled modules
-
-# All names in order: a compiled module that was built with others must not be called.
-INTERFACE = ";".join(
-    [
-        str(VERSION),
-        *(f"{name}:{','.join(names)}" for name, _, names in ENUMERATIONS),
-        *(f"{name}:{','.join(struct._fields)}" for name, struct in STRUCTS),
-        *(f"{name}={value!r}" for name, value in CONSTANTS),
-    ]
-)

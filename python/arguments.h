@@ -1,26 +1,21 @@
-// What the bindings of the compiled backends share: a function of the seam for Python takes its arguments one by one,
-// the fields of a struct in the order of its `take`. Tensors come as they are, or as the integers of their addresses,
-// and give nothing but these; shapes and types are checked in Python (grpo_kernels/backends), and the interpreter lock
-// is released while a kernel runs. The last argument says where it runs: a number of threads, or a stream's address.
+// What the bindings of the compiled backends share: a function of their C++ APIs for Python takes its arguments one by
+// one, the fields of a struct in the order of its `take`. Tensors come as they are, or as the integers of their
+// addresses, and give nothing but these; shapes and types are checked in Python (grpo_kernels/kernels/compiled), and
+// the interpreter lock is released while a kernel runs. The last argument says where it runs: a number of threads, or a
+// stream's address.
 #pragma once
 #include <pybind11/pybind11.h>
 
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 
 #include "args.h"
 
 namespace binding {
 
 namespace py = pybind11;
-
-template <class T>
-T checked(T number) {
-    if (number == static_cast<T>(-1) && PyErr_Occurred()) throw py::error_already_set();
-    return number;
-}
 
 class Arguments {
   public:
@@ -53,6 +48,23 @@ class Arguments {
     py::ssize_t next_ = 0;
 };
 
+template <class T>
+T checked(T number) {
+    if (number == static_cast<T>(-1) && PyErr_Occurred()) throw py::error_already_set();
+    return number;
+}
+
+template <class T>
+std::enable_if_t<std::is_arithmetic_v<T>> take(Arguments& given, T& number) {
+    PyObject* const next = given.next();
+    if constexpr (std::is_same_v<T, bool>)
+        number = checked(PyObject_IsTrue(next)) != 0;
+    else if constexpr (std::is_floating_point_v<T>)
+        number = static_cast<T>(checked(PyFloat_AsDouble(next)));
+    else
+        number = static_cast<T>(checked(PyLong_AsLongLong(next)));
+}
+
 // None is null, an integer itself, a tensor what its data_ptr() returns.
 template <class T>
 void take(Arguments& given, T*& pointer) {
@@ -68,77 +80,18 @@ void take(Arguments& given, T*& pointer) {
     }
     pointer = reinterpret_cast<T*>(address);
 }
-inline void take(Arguments& given, int64_t& number) { number = checked(PyLong_AsLongLong(given.next())); }
-inline void take(Arguments& given, int32_t& number) {
-    number = static_cast<int32_t>(checked(PyLong_AsLong(given.next())));
-}
-inline void take(Arguments& given, float& number) {
-    number = static_cast<float>(checked(PyFloat_AsDouble(given.next())));
-}
-inline void take(Arguments& given, bool& flag) { flag = checked(PyObject_IsTrue(given.next())) != 0; }
 
-// The values in the order of names.h, int32 and then float32.
-template <class T>
-void take_bytes(Arguments& given, T& values) {
-    PyObject* const next = given.next();
-    if (!PyBytes_Check(next) || static_cast<size_t>(PyBytes_GET_SIZE(next)) != sizeof values)
-        throw std::invalid_argument("params, rules: wrong number of values");
-    std::memcpy(&values, PyBytes_AS_STRING(next), sizeof values);
-}
-inline void take(Arguments& given, gk::Params& params) { take_bytes(given, params); }
-inline void take(Arguments& given, gk::PlanRules& rules) { take_bytes(given, rules); }
-inline void take(Arguments& given, gk::TeacherParams& params) { take_bytes(given, params); }
-
-inline void take(Arguments& given, gk::TokenData& a) { given.read(a.table, a.count, a.values); }
 inline void take(Arguments& given, gk::RowTokens& a) { given.read(a.start, a.index); }
-inline void take(Arguments& given, gk::PlanInput& a) { given.read(a.data, a.per_what); }
-inline void take(Arguments& given, gk::KeptRowArgs& a) {
-    given.read(a.mask_ids, a.wide, a.mask_count, a.ends, a.sampled, a.own_first, a.own_count, a.vocab, a.token_of,
-               a.rows, a.slots, a.ids, a.pair_tokens, a.columns, a.added);
-}
-inline void take(Arguments& given, gk::KeptTarget& a) { given.read(a.data, a.dtype, a.row_stride); }
+inline void take(Arguments& given, gk::Transform& a) { given.read(a.logit_scale, a.softcap); }
 
-// stats, gradient and single_pass: each gets null for what another one reads.
+// Of every row kernel: each gets null for what another one reads.
 inline void take(Arguments& given, gk::RowArgs& a) {
     given.read(a.logits, a.logits_dtype, a.logits_stride, a.rows, a.vocab, a.bias, a.ids, a.token_of, a.temperature,
-               a.tokens, a.lse, a.g_logp, a.g_entropy, a.grad, a.grad_dtype, a.grad_stride, a.rounding_error, a.params);
-}
-inline void take(Arguments& given, gk::SparseRows& a) {
-    given.read(a.ids, a.values, a.counts, a.capacity, a.theta, a.first_id);
-}
-inline void take(Arguments& given, gk::TokenArgs& a) { given.read(a.rows, a.token_of, a.tokens, a.params); }
-inline void take(Arguments& given, gk::SequenceArgs& a) {
-    given.read(a.first, a.last, a.offsets, a.lengths, a.scored, a.tokens, a.params);
-}
-inline void take(Arguments& given, gk::ReduceArgs& a) {
-    given.read(a.tokens, a.sequences, a.offsets, a.scored, a.group_index, a.groups, a.sequence_sums, a.params);
-    a.group_sums = a.sequence_sums + a.sequences * gk::kColumnCount;  // one after the other, as contract.Sums has them
-    a.totals = a.group_sums + a.groups * gk::kColumnCount;
-    a.extrema = a.totals + gk::kColumnCount;
-}
-inline void take(Arguments& given, gk::PlanArgs& a) {
-    given.read(a.tokens, a.sequences, a.row_length, a.cu_seqlens, a.ids, a.mask, a.mask_bytes, a.advantages, a.old,
-               a.ref, a.rollout, a.rollout_weights, a.temperature, a.threshold, a.normalizer, a.rules, a.table,
-               a.values, a.lse, a.offsets, a.lengths, a.scored, a.active, a.clean_ids, a.order, a.counts);
+               a.logp, a.lse, a.entropy, a.dlogp, a.dentropy, a.grad, a.grad_dtype, a.grad_stride, a.rounding_error,
+               a.params);
 }
 
-// Their fields come together, as a tuple.
-inline Arguments nested(Arguments& given) {
-    return Arguments(py::reinterpret_borrow<py::object>(given.next()).cast<py::tuple>());
-}
-inline void take(Arguments& given, gk::KeptArgs& a) {
-    nested(given).read_all(a.hidden, a.weight, a.bias, a.ids, a.token_of, a.rows, a.slots, a.width, a.hidden_row_stride,
-                           a.weight_row_stride, a.dtype);
-}
-inline void take(Arguments& given, gk::TeacherArgs& a) {
-    nested(given).read_all(a.logits, a.logits_dtype, a.logits_stride, a.bias, a.weight, a.offset, a.lse, a.params);
-}
-inline void take(Arguments& given, gk::KeptPairs& a) {
-    nested(given).read_all(a.hidden, a.ids, a.token_of, a.dlogits, a.count, a.vocab, a.width, a.hidden_row_stride,
-                           a.dtype);
-}
-
-// A function of the seam, for Python.
+// A function of the C++ API, for Python.
 template <auto kRun>
 struct Bound;
 template <class Result, class... T, Result (*kRun)(T...)>

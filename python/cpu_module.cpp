@@ -4,34 +4,30 @@
 
 namespace binding {
 
+void take(Arguments& given, gk::TeacherArgs& a) {
+    given.read(a.logits, a.logits_dtype, a.logits_stride, a.bias, a.kind, a.beta, a.params, a.weight, a.divergence,
+               a.offset, a.lse);
+}
+void take(Arguments& given, gk::SparseRows& a) {
+    given.read(a.ids, a.values, a.counts, a.capacity, a.theta, a.first_id);
+}
+void take(Arguments& given, gk::KeptRowArgs& a) {
+    given.read(a.mask_ids, a.wide, a.mask_count, a.ends, a.sampled, a.own_first, a.own_count, a.vocab, a.token_of,
+               a.rows, a.slots, a.ids, a.pair_tokens, a.columns, a.added);
+}
+void take(Arguments& given, gk::KeptArgs& a) {
+    given.read(a.hidden, a.hidden_row_stride, a.weight, a.dtype, a.weight_row_stride, a.width, a.bias, a.token_of,
+               a.rows, a.slots, a.ids);
+}
+void take(Arguments& given, gk::KeptPairs& a) {
+    given.read(a.hidden, a.dtype, a.hidden_row_stride, a.ids, a.token_of, a.dlogits, a.count, a.vocab, a.width);
+}
+void take(Arguments& given, gk::KeptTarget& a) { given.read(a.data, a.dtype, a.row_stride, a.add); }
 void take(Arguments& given, gk::AddRowsArgs& a) {
     given.read(a.target, a.target_dtype, a.target_stride, a.rows, a.rows_stride, a.count, a.width, a.ids, a.scale);
 }
-
 void take(Arguments& given, gk::AddTransposedArgs& a) {
     given.read(a.target, a.target_dtype, a.target_row_stride, a.source, a.source_row_stride, a.rows, a.width, a.add);
-}
-
-// The workspace is the other backend's.
-void plan(const gk::PlanArgs& args, void*, int threads) { gk::plan(args, threads); }
-
-void reduce(const gk::ReduceArgs& args, void*, int threads) { gk::reduce(args, threads); }
-
-using RowFunction = void (*)(const gk::RowArgs&, const gk::TeacherArgs*, int threads);
-
-template <RowFunction kRun>
-void rows(const gk::RowArgs& args, int threads) {
-    kRun(args, nullptr, threads);
-}
-
-template <RowFunction kRun>
-void teacher_rows(const gk::RowArgs& args, const gk::TeacherArgs& teacher, int threads) {
-    kRun(args, &teacher, threads);
-}
-
-void kept_dweight(const gk::KeptPairs& pairs, gk::KeptTarget target, bool add, int threads) {
-    target.add = add;
-    gk::kept_dweight(pairs, target, threads);
 }
 
 }  // namespace binding
@@ -39,23 +35,15 @@ void kept_dweight(const gk::KeptPairs& pairs, gk::KeptTarget target, bool add, i
 PYBIND11_MODULE(_cpu, m) {
     using binding::Bound;
     m.attr("INTERFACE") = gk::kInterface;
-    m.def("plan", Bound<binding::plan>::call);
-    m.def("single_pass", Bound<binding::rows<gk::single_pass>>::call);
-    m.def("stats", Bound<binding::rows<gk::stats>>::call);
-    m.def("gradient", Bound<binding::rows<gk::gradient>>::call);
-    m.def("teacher_single_pass", Bound<binding::teacher_rows<gk::single_pass>>::call);
-    m.def("teacher_stats", Bound<binding::teacher_rows<gk::stats>>::call);
-    m.def("teacher_gradient", Bound<binding::teacher_rows<gk::gradient>>::call);
+    m.def("stats", Bound<gk::stats>::call);
+    m.def("gradient", Bound<gk::gradient>::call);
     m.def("sparse_gradient", Bound<gk::sparse_gradient>::call);
-    m.def("token_objective", Bound<gk::token_objective>::call);
-    m.def("sequence_objective", Bound<gk::sequence_objective>::call);
-    m.def("reduce", Bound<binding::reduce>::call);
-    m.def("add_rows", Bound<gk::add_rows>::call);
-    m.def("add_transposed", Bound<gk::add_transposed>::call);
     m.def("kept_ids", Bound<gk::kept_ids>::call);
     m.def("kept_logits", Bound<gk::kept_logits>::call);
     m.def("kept_dhidden", Bound<gk::kept_dhidden>::call);
-    m.def("kept_dweight", Bound<binding::kept_dweight>::call);
+    m.def("kept_dweight", Bound<gk::kept_dweight>::call);
+    m.def("add_rows", Bound<gk::add_rows>::call);
+    m.def("add_transposed", Bound<gk::add_transposed>::call);
     m.def("uses_openmp", gk::uses_openmp);
     m.def("has_amx", gk::has_amx);
     m.def("cpu_isa", gk::cpu_isa);

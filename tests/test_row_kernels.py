@@ -18,8 +18,10 @@ from emulator import H200
 
 from grpo_kernels import _cpu  # the tests need the compiled module: a skip would hide that it is missing
 from grpo_kernels.kernels import get_backend
+from grpo_kernels.kernels.compiled.base import DTYPES, matrix
 from grpo_kernels.kernels.compiled.cpu import load
 from grpo_kernels.kernels.operations import Backend, KeptPairs, LogitTransform
+from grpo_kernels.names import DIVERGENCES
 
 CPU, reason = load()
 assert CPU is not None, reason
@@ -109,6 +111,16 @@ def test_isa_from_the_environment():
     assert taken.split() == ["baseline"]
     with pytest.raises(ValueError, match="'bogus' is unknown or not available here; usable: "):
         _cpu.set_cpu_isa("bogus")
+
+
+@pytest.mark.parametrize(
+    ("file", "enumeration", "names"),
+    [("layout.h", "DType", [str(x).removeprefix("torch.") for x in DTYPES]), ("cpu/api.h", "Divergence", DIVERGENCES)],
+)
+def test_codes_are_those_of_csrc(file, enumeration, names):
+    source = (Path(__file__).parents[1] / "csrc" / file).read_text()
+    listed = re.search(rf"enum {enumeration} : int32_t {{ (.*?) }};", source)[1]
+    assert listed.split(", ") == ["k" + name.title().replace("_", "") for name in names]
 
 
 def test_a_module_of_another_interface_is_not_used(monkeypatch):
@@ -247,10 +259,11 @@ def test_add_transposed(dtype, shape):
     source, before = wide[:, 3 : 3 + shape[0]], torch.randn(shape, generator=generator).to(dtype)
     before[0, 0] = torch.nan
     target = torch.full((shape[0], shape[1] + 2), torch.nan, dtype=dtype)
-    CPU.add_transposed(target[:, 1:-1], source, add=False)
+    given = *matrix(target[:, 1:-1]), source, source.stride(0), *shape
+    _cpu.add_transposed(*given, False, 1)
     assert torch.equal(target[:, 1:-1], source.T.to(dtype)) and target[:, [0, -1]].isnan().all()
     target[:, 1:-1] = before
-    CPU.add_transposed(target[:, 1:-1], source, add=True)
+    _cpu.add_transposed(*given, True, 1)
     expected = (before.float() + source.T.float()).to(dtype)
     assert torch.equal(target[:, 1:-1].nan_to_num(7.0), expected.nan_to_num(7.0)) and target[0, 1].isnan()
 

@@ -56,7 +56,7 @@ def copy_tree() -> None:
     shutil.rmtree(COPY, ignore_errors=True)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
     built = [str(path.relative_to(ROOT)) for path in (ROOT / "grpo_kernels").glob("*.so")]
-    for name in [*listed.rstrip("\0").split("\0"), *built, "csrc/names.h"]:
+    for name in [*listed.rstrip("\0").split("\0"), *built]:
         if (ROOT / name).is_file():
             (COPY / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, COPY / name)

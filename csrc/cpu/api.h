@@ -1,26 +1,85 @@
-// The seam of the CPU backend: plain pointers in, results written through them. Everything here is callable without
+// The C++ API of the CPU backend: plain pointers in, results written through them. Everything here is callable without
 // Python's lock. What a caller gives is checked in Python.
 #pragma once
 #include "../args.h"
 
 namespace gk {
 
-void plan(const PlanArgs& args, int threads);
+enum Divergence : int32_t { kReverseKl, kForwardKl, kJsd };
 
-// With a teacher the divergence too, and its gradient; else `teacher` is null.
-void single_pass(const RowArgs& args, const TeacherArgs* teacher, int threads);
-void stats(const RowArgs& args, const TeacherArgs* teacher, int threads);
-void gradient(const RowArgs& args, const TeacherArgs* teacher, int threads);
+// The teacher's logits beside those of a chunk; without a teacher `logits` is null.
+struct TeacherArgs {
+    const void* logits;   // (rows, vocab)
+    const float* bias;    // (vocab,) or null
+    const float* weight;  // (tokens,) d loss / d divergence
+    float* divergence;    // (tokens,) nats
+    float* offset;        // (tokens,) the divergence; with jsd the KL of the policy to the mixture
+    double* lse;          // (tokens,)
+    int64_t logits_stride;
+    int32_t logits_dtype, kind;  // a Divergence
+    float beta;                  // of jsd: the teacher's share of the mixture
+    Transform params;
+};
+
+// With a teacher the divergence too, and its gradient.
+void stats(const RowArgs& args, const TeacherArgs& teacher, int threads);
+void gradient(const RowArgs& args, const TeacherArgs& teacher, int threads);
+
+// The gradient of the logits of a chunk as pairs of an id and a number, `capacity` places per row.
+struct SparseRows {
+    int32_t* ids;  // (rows, capacity), ascending
+    float* values;
+    int32_t* counts;  // (rows,); capacity + 1 where there are more
+    int64_t capacity;
+    float theta;
+    int64_t first_id;  // of a slice of the vocabulary
+};
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads);
 
+// Ids of a sampling mask, and what is written of some tokens: see KeptRows of Python's operations.
+struct KeptRowArgs {
+    const void* mask_ids;  // (mask_count,) int32, or int64
+    const int64_t* ends;   // (tokens,) where those of each token end
+    const int64_t* sampled;
+    RowTokens token_of;
+    int64_t mask_count, rows, slots, vocab;
+    int64_t own_first, own_count;  // ids that are rows of the weight
+    int32_t* ids;                  // (rows, slots)
+    int32_t* pair_tokens;          // (rows, slots)
+    int64_t* columns;              // (tokens,)
+    bool* added;                   // (rows,)
+    bool wide;                     // the ids of the mask are int64
+};
 void kept_ids(const KeptRowArgs& args, int threads);
+
+// Ids that truncated sampling kept: `slots` per row, those below 0 are not used. Row i is token token_of[i].
+struct KeptArgs {
+    const void* hidden;  // (tokens, width)
+    const void* weight;  // (vocab, width), of the same type
+    const float* bias;   // (vocab,) or null
+    const int32_t* ids;  // (rows, slots)
+    RowTokens token_of;
+    int64_t rows, slots, width, hidden_row_stride, weight_row_stride;
+    int32_t dtype;
+};
+struct KeptTarget {
+    void* data;  // (tokens or vocab, width)
+    int64_t row_stride;
+    int32_t dtype;
+    bool add;  // to what is there; else rows of the weight that no token kept become 0
+};
+// The same of all rows, one pair of a token and an id after another.
+struct KeptPairs {
+    const void* hidden;       // (tokens, width)
+    const int32_t* ids;       // (count,) below 0: not used
+    const int32_t* token_of;  // (count,)
+    const float* dlogits;     // (count,)
+    int64_t count, vocab, width, hidden_row_stride;
+    int32_t dtype;
+};
 void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, slots), -inf where not used
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads);
 void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads);
-
-void token_objective(const TokenArgs& args, int threads);
-void sequence_objective(const SequenceArgs& args, int threads);
-void reduce(const ReduceArgs& args, int threads);
 
 // target[ids[t]] += scale[t] * rows[t] for t in [0, count).
 struct AddRowsArgs {

@@ -11,7 +11,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "../kept_rules.h"
 #include "cpu_features.h"
 #include "kernels.h"
 
@@ -81,12 +80,6 @@ void run(const Kernel& kernel, const RowArgs& args, const Other& other, int thre
     parallel_for(args.rows, grain, threads, [&](int64_t first, int64_t last) { kernel(args, other, first, last); });
 }
 
-// Enough pairs of a token and an id in a piece to pay for handing it out.
-int64_t kept_grain(int64_t rows, int64_t pairs) {
-    constexpr int64_t kPiecePairs = 512;
-    return 1 + kPiecePairs * rows / std::max<int64_t>(1, pairs);
-}
-
 }  // namespace
 
 bool has_amx() {
@@ -104,26 +97,14 @@ void set_cpu_isa(const char* name) {
     chosen().store(isa);
 }
 
-// The table has the temperature.
-void single_pass(const RowArgs& given, const TeacherArgs* teacher, int threads) {
-    RowArgs args = given;
-    args.temperature = args.tokens.table + kTemperature * args.tokens.count;
-    run(chosen().load()->kernels.single_pass, args, teacher, threads);
-}
-void stats(const RowArgs& args, const TeacherArgs* teacher, int threads) {
+void stats(const RowArgs& args, const TeacherArgs& teacher, int threads) {
     run(chosen().load()->kernels.stats, args, teacher, threads);
 }
-void gradient(const RowArgs& args, const TeacherArgs* teacher, int threads) {
+void gradient(const RowArgs& args, const TeacherArgs& teacher, int threads) {
     run(chosen().load()->kernels.gradient, args, teacher, threads);
 }
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads) {
     run(chosen().load()->sparse, args, out, threads);
-}
-
-void kept_ids(const KeptRowArgs& args, int threads) {
-    parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads, [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; row++) keep_ids(args, row);
-    });
 }
 
 void kept_logits(const KeptArgs& args, float* logits, int threads) {
@@ -149,7 +130,7 @@ void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads)
     for (int64_t id = 2; id < pairs.vocab + 2; id++) starts[id] += starts[id - 1];
     for (int64_t k = 0; k < pairs.count; k++)
         if (pairs.ids[k] >= 0) places[starts[pairs.ids[k] + 1]++] = static_cast<int32_t>(k);
-    const PairsById<int32_t> by_id = {starts.data(), places.data()};
+    const PairsById by_id = {starts.data(), places.data()};
     const KeptKernels kernels = chosen().load()->kept(pairs.dtype);
     parallel_for(pairs.vocab, kept_grain(pairs.vocab, pairs.count), threads,
                  [&](int64_t first, int64_t last) { kernels.dweight(pairs, by_id, target, first, last); });

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "../args.h"
+#include "api.h"
 
 namespace gk {
 
@@ -47,12 +47,10 @@ void parallel_for(int64_t count, int64_t grain, int threads, const Body& body) {
     for (std::thread& helper : helpers) helper.join();
 }
 
-// Enough work per token in a piece to pay for a thread.
-constexpr int64_t kTokensPerPiece = 4096;
-
-// The grain of work on the tokens of whole sequences.
-inline int64_t sequences_per_piece(int64_t tokens, int64_t sequences) {
-    return 1 + kTokensPerPiece * sequences / std::max<int64_t>(1, tokens);
+// Enough pairs of a token and an id in a piece to pay for handing it out.
+inline int64_t kept_grain(int64_t rows, int64_t pairs) {
+    constexpr int64_t kPiecePairs = 512;
+    return 1 + kPiecePairs * rows / std::max<int64_t>(1, pairs);
 }
 
 }  // namespace gk

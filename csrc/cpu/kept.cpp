@@ -235,8 +235,8 @@ static void dhidden_rows(const KeptArgs& args, const float* dlogits, const KeptT
 }
 
 template <class Type>
-static void dweight_rows(const KeptPairs& pairs, const PairsById<int32_t>& by_id, const KeptTarget& target,
-                         int64_t first, int64_t last) {
+static void dweight_rows(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, int64_t first,
+                         int64_t last) {
     const Scratch sum(pairs.width), row(pairs.width), zeros(pairs.width);
     __builtin_memset(zeros.data, 0, pairs.width * sizeof(float));
     const auto hidden = matrix<Type>(pairs.hidden, pairs.hidden_row_stride);

@@ -5,19 +5,26 @@
 
 namespace gk {
 
-// Rows [first, last); `teacher` may be null.
-using RowKernel = void (*)(const RowArgs& args, const TeacherArgs* teacher, int64_t first, int64_t last);
+// Rows [first, last).
+using RowKernel = void (*)(const RowArgs& args, const TeacherArgs& teacher, int64_t first, int64_t last);
 
 struct RowKernels {
-    RowKernel single_pass, stats, gradient;
+    RowKernel stats, gradient;
 };
 
 using SparseKernel = void (*)(const RowArgs& args, const SparseRows& out, int64_t first, int64_t last);
 
+// Pairs in the order of their ids, and within an id in the order in which they came: those of id v are
+// pairs[starts[v]], ..., pairs[starts[v + 1] - 1].
+struct PairsById {
+    const int32_t* starts;  // (vocab + 1,)
+    const int32_t* pairs;
+};
+
 struct KeptKernels {
     void (*logits)(const KeptArgs& args, float* logits, int64_t first, int64_t last);  // rows [first, last)
     void (*dhidden)(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int64_t first, int64_t last);
-    void (*dweight)(const KeptPairs& pairs, const PairsById<int32_t>& by_id, const KeptTarget& target, int64_t first,
+    void (*dweight)(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, int64_t first,
                     int64_t last);  // rows [first, last) of the weight
 };
 
@@ -30,10 +37,5 @@ struct KeptKernels {
 GK_DECLARE_KERNELS(avx512)
 GK_DECLARE_KERNELS(avx2)
 GK_DECLARE_KERNELS(baseline)
-
-// What single_pass computes between a row's statistics and its gradient: the token's objective into its values, and
-// d loss / d logp, which is returned. Compiled once, for the baseline: every instruction set takes exactly the same
-// branch at a clip boundary.
-float row_objective(const RowArgs& args, int64_t token, float logp, float entropy);
 
 }  // namespace gk

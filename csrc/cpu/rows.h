@@ -187,19 +187,19 @@ struct RowGradient {
 
 // Before a sweep may overwrite the logits. z - lse = (y - max_y) * to_z - log_sum.
 static RowGradient make_gradient(const RowArgs& args, int64_t i, const Row& row, float max_y, double log_sum,
-                                 float entropy, float g_logp, float g_entropy, Buffers& buffers) {
-    const bool linear = g_entropy != 0.f;
+                                 float entropy, float dlogp, float dentropy, Buffers& buffers) {
+    const bool linear = dentropy != 0.f;
     const double probability_scale = -exp(-log_sum) * row.chain;
-    const double at_log_p_zero = linear ? g_logp + g_entropy * (entropy - log_sum) : g_logp;
+    const double at_log_p_zero = linear ? dlogp + dentropy * (entropy - log_sum) : dlogp;
     const Sweep sweep = {max_y, static_cast<float>(row.to_z / kLn2),
                          static_cast<float>(probability_scale * at_log_p_zero),
-                         static_cast<float>(probability_scale * g_entropy * kLn2)};
+                         static_cast<float>(probability_scale * dentropy * kLn2)};
     const int64_t id = args.ids[args.token_of[i]];
     if (id < 0 || id >= row.vocab) return {sweep, linear, -1, 0.0};
     // 1 - p from expm1, exact where p is close to 1.
     const double log_p = (load_one(row, id, buffers) - static_cast<double>(max_y)) * row.to_z - log_sum;
-    double du_id = -g_logp * expm1(log_p);
-    if (linear && log_p > -1e30) du_id -= g_entropy * exp(log_p) * (log_p + entropy);
+    double du_id = -dlogp * expm1(log_p);
+    if (linear && log_p > -1e30) du_id -= dentropy * exp(log_p) * (log_p + entropy);
     du_id *= row.chain * (row.capped ? buffers.slope[0] : 1.f);
     return {sweep, linear, id, du_id};
 }

@@ -1,5 +1,5 @@
-// The gradient of a row of logits as pairs of an id and a number, by systematic sampling (contract.SparseRule of
-// Python).
+// The gradient of a row of logits as pairs of an id and a number, by systematic sampling (SparseRule of
+// Python's operations).
 //
 // Nearly all entries are far below the level theta s, and leave no pair. So a step of kStep entries adds up their
 // shares of the level, in integers, which any order of adding leaves the same; where the sum stays below the next
@@ -7,14 +7,29 @@
 // another.
 //
 // Compiled once per instruction set, see kernels.h. Only internal linkage and plain functions of the C library here.
-#include "../sparse_rules.h"
 #include "rows.h"
 
 namespace gk {
 namespace GK_ISA {
 
+constexpr float kSparseOne = 2147483648.f;  // Python's SPARSE_ONE: one in the running sum, which is kept modulo this
 // Shares below this may be added up for a whole step: the sum is at most kSparseOne.
 constexpr float kSmall = kSparseOne / kStep;
+
+// Of 32 bits, as murmur3 ends.
+static inline uint32_t mixed(uint32_t x) {
+    x += 0x9E3779B9u;
+    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
+
+// Where the running sum of a token begins, in units of 1 / kSparseOne.
+static inline uint32_t start_of_sum(int64_t token, float lse, int64_t first_id) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &lse, sizeof bits);
+    return mixed(mixed(mixed(static_cast<uint32_t>(token)) + bits) + static_cast<uint32_t>(first_id)) >> 1;
+}
 
 struct Sampler {
     float level;     // theta s, what a sampled entry becomes
@@ -73,14 +88,14 @@ static void sample_block(const RowGradient& gradient, const float* y, const floa
 
 static int64_t sparse_row(const RowArgs& args, const SparseRows& out, int64_t i, Buffers& buffers) {
     const int64_t token = args.token_of[i];
-    const float g_logp = args.g_logp[token], g_entropy = args.g_entropy[token], temperature = args.temperature[token];
-    if (g_logp == 0.f && g_entropy == 0.f) return 0;
+    const float dlogp = args.dlogp[token], dentropy = args.dentropy[token], temperature = args.temperature[token];
+    if (dlogp == 0.f && dentropy == 0.f) return 0;
     const Row row = make_row(args, i, temperature);
     const Shift lse = shift_of(row, args.lse[token]);
-    const RowGradient gradient = make_gradient(args, i, row, lse.shift, lse.rest,
-                                               args.tokens.value(kTokenEntropy, token), g_logp, g_entropy, buffers);
+    const RowGradient gradient =
+        make_gradient(args, i, row, lse.shift, lse.rest, args.entropy[token], dlogp, dentropy, buffers);
     const float level =
-        out.theta * (args.params.logit_scale / temperature * (__builtin_fabsf(g_logp) + __builtin_fabsf(g_entropy)));
+        out.theta * (args.params.logit_scale / temperature * (__builtin_fabsf(dlogp) + __builtin_fabsf(dentropy)));
     Sampler sampler = {level,
                        kSparseOne / level,
                        start_of_sum(token, static_cast<float>(args.lse[token]), out.first_id),

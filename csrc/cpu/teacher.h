@@ -124,13 +124,12 @@ struct TeacherRow {
     Divergence divergence;
 };
 
-static TeacherRow teacher_row(const RowArgs& args, const TeacherArgs* given, int64_t i, Buffers& buffers) {
-    if (!given) return {nullptr, {}, buffers, {}};
+static TeacherRow teacher_row(const RowArgs& args, const TeacherArgs& given, int64_t i, Buffers& buffers) {
+    if (!given.logits) return {nullptr, {}, buffers, {}};
     RowArgs other = args;
-    other.logits = given->logits, other.logits_dtype = given->logits_dtype, other.logits_stride = given->logits_stride;
-    other.bias = given->bias;
-    other.params.logit_scale = given->params.logit_scale, other.params.softcap = given->params.softcap;
-    return {given, make_row(other, i, args.temperature[args.token_of[i]]), buffers, {}};
+    other.logits = given.logits, other.logits_dtype = given.logits_dtype, other.logits_stride = given.logits_stride;
+    other.bias = given.bias, other.params = given.params;
+    return {&given, make_row(other, i, args.temperature[args.token_of[i]]), buffers, {}};
 }
 
 static Divergence jsd(const Row& policy, Buffers& buffers1, const Shift& of1, const Row& teacher, Buffers& buffers2,
@@ -163,7 +162,7 @@ static Statistics pair_statistics(const RowArgs& args, int64_t token, const Row&
     Divergence& divergence = other.divergence;
     Side policy, teacher;
     policy.row = row1, teacher.row = row2;
-    const int32_t kind = given.params.divergence;
+    const int32_t kind = given.kind;
     const auto add = kind == kReverseKl   ? add_block<kReverseKl>
                      : kind == kForwardKl ? add_block<kForwardKl>
                                           : add_block<kJsd>;
@@ -179,14 +178,14 @@ static Statistics pair_statistics(const RowArgs& args, int64_t token, const Row&
     const double log_sum2 = log(teacher.sums.exps), lse2 = teacher.max * row2.to_z + log_sum2;
     const Shift of1 = {found.max, found.log_sum}, of2 = {teacher.max, log_sum2};
     if (kind == kJsd) {
-        divergence = jsd(row1, buffers1, of1, row2, buffers2, of2, given.params.divergence_beta);
+        divergence = jsd(row1, buffers1, of1, row2, buffers2, of2, given.beta);
     } else {
         const double between = policy.reference * row1.to_z - teacher.reference * row2.to_z - (found.lse - lse2);
         const double kl = kind == kReverseKl ? policy.cross / policy.sums.exps + between
                                              : -(teacher.cross / teacher.sums.exps + between);
         divergence = {kl, kind == kReverseKl ? kl : 0.0, of2};
     }
-    args.tokens.value(kTokenDivergence, token) = static_cast<float>(divergence.value);
+    given.divergence[token] = static_cast<float>(divergence.value);
     given.offset[token] = static_cast<float>(divergence.offset);
     given.lse[token] = lse2;
     return found;
@@ -258,8 +257,8 @@ static void pair_gradients(const RowArgs& args, const Row& row1, Buffers& buffer
     const Row& row2 = other.row;
     Buffers& buffers2 = other.buffers;
     const Divergence& divergence = other.divergence;
-    const int32_t kind = given.params.divergence;
-    const double beta = given.params.divergence_beta, slope = weight * row1.chain;
+    const int32_t kind = given.kind;
+    const double beta = given.beta, slope = weight * row1.chain;
     const Shift& of2 = divergence.teacher;
     if (gradient.id >= 0) {
         const double tanh_slope = row1.capped ? (load_one(row1, gradient.id, buffers1), buffers1.slope[0]) : 1.0;
@@ -273,7 +272,7 @@ static void pair_gradients(const RowArgs& args, const Row& row1, Buffers& buffer
                    {of1.shift, static_cast<float>(row1.to_z), of2.shift, static_cast<float>(row2.to_z)},
                    of2.shift,
                    static_cast<float>(row2.to_z / kLn2),
-                   to_mixture(row1, of1, row2, of2, given.params.divergence_beta)};
+                   to_mixture(row1, of1, row2, of2, given.beta)};
     const double to_p = exp(-of1.rest), to_q = exp(-of2.rest);
     if (kind == kReverseKl) {
         s.slope = static_cast<float>(slope * to_p);

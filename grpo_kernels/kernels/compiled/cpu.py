@@ -1,60 +1,118 @@
-"""The compiled CPU kernels (csrc/cpu).
-
-`load()` never raises: without the compiled module the caller gets the reason and another backend does the work.
-"""
+"""The table of the compiled CPU kernels (csrc/cpu), which run in torch's number of threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ...contract import KeptPairs, contiguous_rows
-from ...names import INTERFACE
-from ..torch.backend import scale_in_pieces
-from .base import CompiledBackend, Result
+from ...names import DIVERGENCES
+from ..operations import (
+    Backend,
+    KeptIds,
+    KeptPairs,
+    KeptRows,
+    LogitChunk,
+    RowGradients,
+    SparseRows,
+    SparseRule,
+    TeacherLogits,
+    TokenMask,
+    contiguous_rows,
+)
+from ..torch.backend import TORCH
+from .base import matrix, row_arguments, version_problem
 
 
-class CpuBackend(CompiledBackend):
-    """CompiledBackend on the CPU, in torch's number of threads."""
-
-    name = "cpu"
+class CpuKernels:
+    """The functions of the compiled module as operations."""
 
     def __init__(self, module: ModuleType) -> None:
-        super().__init__(module)
-        self.has_amx = module.has_amx()
+        self.module = module
 
-    def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
-        return function(*arguments, torch.get_num_threads())
+    def statistics(self, chunk: LogitChunk) -> None:
+        self.module.stats(*row_arguments(chunk), *_teacher(chunk.teacher), torch.get_num_threads())
+
+    def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
+        rows = row_arguments(chunk, dlogp, dentropy, out)
+        self.module.gradient(*rows, *_teacher(chunk.teacher), torch.get_num_threads())
+
+    def sparse_gradient(
+        self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: SparseRule, out: SparseRows
+    ) -> None:
+        rows, capacity = row_arguments(chunk, dlogp, dentropy), out.ids.shape[1]
+        self.module.sparse_gradient(*rows, *out, capacity, *rule, torch.get_num_threads())
+
+    def kept_ids(self, mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
+        (rows, ids), token_of, columns, added = found
+        self.module.kept_ids(
+            mask.ids, mask.ids.dtype == torch.int64, len(mask.ids), mask.ends, sampled, own.start, len(own), vocab_size,
+            rows.start, rows.index, *ids.shape, ids, token_of, columns, added, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+        self.module.kept_logits(*_kept(hidden, weight, bias, kept), logits, torch.get_num_threads())
+
+    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+        given = _kept(None, weight, None, kept)
+        self.module.kept_dhidden(*given, dlogits, *matrix(dhidden), False, torch.get_num_threads())
+
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        self.module.kept_dweight(
+            *matrix(contiguous_rows(hidden)), *pairs, dlogits, dlogits.numel(), *dweight.shape, *matrix(dweight), add,
+            torch.get_num_threads(),
+        )  # fmt: skip
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         rows = contiguous_rows(rows)
-        self.module.add_rows(*self._matrix(target), rows, rows.stride(0), *rows.shape, ids, scale)
-
-    def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        self.call(
-            self.module.add_transposed, target.device, *self._matrix(target), source,
-            source.stride(0), *target.shape, add,
-        )  # fmt: skip
-
-    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-        hidden = contiguous_rows(hidden)
-        given = self._pairs(dlogits, hidden, pairs, len(dweight))
-        self.call(self.module.kept_dweight, hidden.device, given, *self._matrix(dweight), add)
-
-    scale = staticmethod(scale_in_pieces)  # there is nothing to gain on torch, which has threads and vectors too
+        self.module.add_rows(*matrix(target), rows, rows.stride(0), *rows.shape, ids, scale)
 
 
-def load() -> tuple[CpuBackend | None, str]:
-    """(backend, "") or (None, the reason why the compiled kernels cannot be used)."""
+def _teacher(teacher: TeacherLogits | None) -> tuple[object, ...]:
+    """Returns the fields of gk::TeacherArgs."""
+    if teacher is None:
+        return None, 0, 0, None, 0, 0.0, 1.0, 0.0, None, None, None, None
+    kind, *numbers = teacher.transform
+    return (
+        *matrix(teacher.logits), teacher.bias, DIVERGENCES.index(kind), *numbers, teacher.weight, teacher.divergence,
+        teacher.offset, teacher.lse,
+    )  # fmt: skip
+
+
+def _kept(hidden: Tensor | None, weight: Tensor, bias: Tensor | None, kept: KeptIds) -> tuple[object, ...]:
+    """Returns the fields of gk::KeptArgs."""
+    hidden, weight = None if hidden is None else contiguous_rows(hidden), contiguous_rows(weight)
+    return (
+        hidden, 0 if hidden is None else hidden.stride(0), *matrix(weight), weight.shape[1], bias, kept.rows.start,
+        kept.rows.index, *kept.ids.shape, kept.ids,
+    )  # fmt: skip
+
+
+def load() -> tuple[Backend | None, str]:
+    """Returns (table, "") or (None, the reason why the compiled kernels cannot be used). It never raises: another
+    backend does the work then."""
     try:
         from ... import _cpu  # type: ignore[attr-defined]  # compiled; may be absent
 
-        if getattr(_cpu, "INTERFACE", None) != INTERFACE:
-            return None, "the compiled CPU kernels are of another version: build again, pip install -e . or make test"
+        problem = version_problem(_cpu, "CPU")
+        if problem:
+            return None, problem
         _cpu.cpu_isa()  # reads GRPO_KERNELS_CPU_ISA: a wrong value is reported here, not in the middle of a loss
     except (ImportError, ValueError) as error:
         return None, f"the compiled CPU kernels cannot be used: {error}"
-    return CpuBackend(_cpu), ""
+    kernels = CpuKernels(_cpu)
+    table = replace(
+        TORCH,
+        name="cpu",
+        statistics=kernels.statistics,
+        gradient=kernels.gradient,
+        sparse_gradient=kernels.sparse_gradient,
+        kept_ids=kernels.kept_ids,
+        kept_logits=kernels.kept_logits,
+        kept_dhidden=kernels.kept_dhidden,
+        kept_dweight=kernels.kept_dweight,
+        add_rows=kernels.add_rows,
+    )
+    return table, ""
