@@ -1,6 +1,6 @@
 """A backend is a table of operations over the vocabulary; this file says what each receives and writes.
 
-N tokens of a batch, C rows of a chunk of logits, V vocabulary. Row operations find what belongs to a token by the
+N tokens of a batch, C rows of a chunk of logits, V vocabulary. Tensors (N,) and (C,) are contiguous. Row operations find what belongs to a token by the
 token's place in the batch, so nothing per token is gathered or scattered. No operation but `objective` knows a loss.
 """
 

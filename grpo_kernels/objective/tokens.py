@@ -120,7 +120,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         elif is_per_sequence(x, shape, sequences.count):
             x = sequences.spread(x.reshape(-1))
         x = x.detach().reshape(-1).to(dtype)
-        return x if mask is None else torch.where(mask, x, other)
+        return x.contiguous() if mask is None else torch.where(mask, x, other)
 
     def optional(x: Tensor | None, other: float) -> Tensor | None:
         return None if x is None else fill(x, other)
@@ -132,7 +132,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
     rule = config.aggregation, lengths, inputs.normalizer, config.max_completion_length
     weight = weight_of_sequences(*rule)
     weight = fill(weight.to(dtype), 0.0)
-    dentropy = weight.new_zeros(()).expand(count)
+    dentropy = torch.zeros_like(weight)
     if rules.has_entropy:
         dentropy = _entropy_weight(inputs, config, lengths, weight, mask)
 
@@ -202,7 +202,7 @@ def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Tensor, weight: T
                 own = denominator(config.aggregation, lengths, None, config.max_completion_length) / inputs.normalizer
             each = -number * own / lengths.sum().clamp(min=1)
         each = each.to(weight.dtype).expand(weight.shape)
-        each = each if mask is None else torch.where(mask, each, 0.0)
+        each = each.contiguous() if mask is None else torch.where(mask, each, 0.0)
     return each if inputs.entropy_coef is None else each * inputs.entropy_coef.to(weight.dtype)
 
 
