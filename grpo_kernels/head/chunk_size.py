@@ -66,7 +66,9 @@ def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | N
     if sequences is not None:
         numbers.append(sequences.sum(active.to(torch.float32)).long())
     order = code.argsort(descending=True, stable=True)
-    first, *others = torch.cat([x.view(-1) for x in numbers]).tolist()
+    first, *others = (
+        numbers[0][None].tolist() if len(numbers) == 1 else torch.cat([x.view(-1) for x in numbers]).tolist()
+    )
     rest = 0
     if scored is not active:
         rest = others.pop(0) - first

@@ -52,9 +52,9 @@ class LMHead:
     ranks have the same chunks, and dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside
     those of each chunk. `keep` (N,) bool: padding is computed along with the rest, and its hidden states, which may
     hold anything, count as 0.
-    `fused_products`: what of them the backend has with the softmax in their epilogue, "logp" and "exponentials".
-    `takes_exponentials`: gradients may be a scale times exponentials of logits in their type. `gradient_scale`: where gradients of logits are float16, the power of two that
-    dlogits, dweight and dbias hold as a factor; dhidden does not.
+    `fused_products`: what the backend has with the softmax in the epilogue of the product, "logp" and "exponentials".
+    `takes_exponentials`: gradients may be a scale times exponentials. `gradient_scale`: where gradients of logits are
+    float16, the power of two that dlogits, dweight and dbias hold as a factor; dhidden does not.
     """
 
     keep: Tensor | None = None
@@ -357,8 +357,15 @@ class HeldLogits:
     """Logits in memory of their own, behind the interface of `LMHead`: their gradient overwrites them."""
 
     backend: Backend
+    num_tokens: int
+    rows = sequence_rows = 0
+    fused_products: tuple[str, ...] = ()
+    takes_exponentials = False
     folded_bias: Tensor | None = None
     vocab_slice: VocabSlice | None = None
+
+    def make_room(self, counts: Sequence[int]) -> None:
+        """The logits are there."""
 
     def row_gradients(self, rows: Rows, logits: Tensor) -> RowGradients:
         return RowGradients(logits)
@@ -381,9 +388,6 @@ class GivenLogits(HeldLogits):
         """All rows: none is left out, `index` is None."""
         assert index is None
         return [Rows(0, self.num_tokens)] if self.num_tokens else []
-
-    def make_room(self, counts: Sequence[int]) -> None:
-        """The logits are there."""
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)

@@ -51,6 +51,7 @@ class Pass:
         self.temperature, self.transform, self.stats, self.teacher = temperature, transform, stats, teacher
         self.mask: DenseMask | None = None
         self.kept: Pass | None = None  # tokens that keep few ids, by products over those
+        self.kept_logits: KeptLogits | None = None
         self.pairs: SparsePairs | None = None
         if sparse_backward is not None and isinstance(head, LMHead):  # which GivenLogits refuse
             self.pairs = SparsePairs(head, sparse_backward, stats.logp.dtype)
@@ -75,6 +76,7 @@ class Pass:
             self.mask = DenseMask(mask, found.is_dense, self.ids, dtype, head.vocab_slice)
         if found.matrices:
             logits = KeptLogits(mask, found.matrices, self.sampled_ids, head, dtype)
+            self.kept_logits = logits
             self.kept = Pass(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
             if isinstance(self.teacher, TopKHead):
                 self.kept.teacher = KeptTeacher(self.teacher, logits, self.temperature)
@@ -135,8 +137,8 @@ class Pass:
             has_gradient = (dlogp != 0) | (dentropy != 0)
             if self.teacher is not None:
                 has_gradient |= self.teacher.weight != 0
-            if self.kept is not None:
-                has_gradient.index_fill_(0, self.kept.head.index, False)
+            if self.kept_logits is not None:
+                has_gradient.index_fill_(0, self.kept_logits.index, False)
             index = has_gradient.nonzero().squeeze(1)
         self._backward(index, dlogp, dentropy)
         self.finish()
@@ -144,11 +146,11 @@ class Pass:
 
     def backward_kept(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Of the tokens that keep few ids, whose logits are all there: after all dense products."""
-        if self.kept is not None:
+        if self.kept is not None and self.kept_logits is not None:
             for chunk in self.kept.chunks(None):
                 chunk.read_again()
                 chunk.backward(dlogp, dentropy)
-            self.kept.head.finish()
+            self.kept_logits.finish()
 
     def _backward(self, index: Tensor | None, dlogp: Tensor, dentropy: Tensor) -> None:
         for chunk in self.chunks(index):
@@ -168,11 +170,9 @@ class Pass:
     def mask_sums(self) -> Tensor:
         """Returns the numbers of metrics.MASK_SUMS."""
         sums = self.stats.logp.new_zeros(4)
-        if self.kept is not None:
-            head = self.kept.head
-            assert isinstance(head, KeptLogits)
-            sums[0] = head.num_tokens
-            torch.sum(head.added, 0, dtype=sums.dtype, out=sums[1])
+        if self.kept_logits is not None:
+            sums[0] = self.kept_logits.num_tokens
+            torch.sum(self.kept_logits.added, 0, dtype=sums.dtype, out=sums[1])
         if self.mask is not None:
             of_dense = self.mask.sums(self.stats)
             sums[0] += of_dense[2]

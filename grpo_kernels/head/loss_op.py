@@ -156,8 +156,9 @@ def _loss_of_head(
         counted = teacher.mass if tokens.scored is None else torch.where(tokens.scored, teacher.mass, 0.0)
         others.append(counted.sum()[None])
     both = record.narrow_copy(0, 0, 2).view(2, *shape)  # logp and entropy, without the other fields
-    empty = record.new_zeros(0)
-    numbers = torch.cat([x.to(record.dtype) for x in others]) if others else empty
+    numbers = torch.empty(0, dtype=record.dtype, device=record.device)
+    if others:
+        numbers = torch.cat([x.to(record.dtype) for x in others])
     results = value, both[0], both[1], record, numbers
     return results if divergence is None else (*results, divergence.view(shape).clone())
 

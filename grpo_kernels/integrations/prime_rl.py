@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..config import SURROGATE_RULES, GRPOConfig
+from ..config import GRPOConfig
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
+from ..objective.surrogates import SURROGATE_RULES
 
 
 class FusedOutputLinear(nn.Linear):

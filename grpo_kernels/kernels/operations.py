@@ -1,7 +1,8 @@
 """A backend is a table of operations over the vocabulary; this file says what each receives and writes.
 
-N tokens of a batch, C rows of a chunk of logits, V vocabulary. Tensors (N,) and (C,) are contiguous. Row operations find what belongs to a token by the
-token's place in the batch, so nothing per token is gathered or scattered. No operation but `objective` knows a loss.
+N tokens of a batch, C rows of a chunk of logits, V vocabulary. Tensors (N,) and (C,) are contiguous. Row operations
+find what belongs to a token by the token's place in the batch, so nothing per token is gathered or scattered. No
+operation but `objective` knows a loss.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Statistics(NamedTuple):
 
     @classmethod
     def zeros(cls, count: int, device: torch.device, dtype: torch.dtype) -> Statistics:
-        return cls(*(x.zero_() for x in cls.empty(count, device, dtype)))
+        logp, entropy = torch.zeros((2, count), dtype=dtype, device=device)
+        return cls(logp, torch.zeros(count, dtype=torch.float64, device=device), entropy)
 
 
 class LogitTransform(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -14,11 +15,12 @@ KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
 
 
 class KL(NamedTuple):
-    """(N,) each. `product`: the derivative of the estimate times a factor that is 1 and grows like the probability."""
+    """(N,) each. `product`: the derivative of the estimate times a factor that is 1 and grows like the probability;
+    None where nothing asks for it."""
 
     value: Tensor
     slope: Tensor
-    product: Tensor
+    product: Tensor | None
 
 
 def kl_estimate(c: Any, logp: Tensor, ref: Tensor) -> KL:
@@ -29,19 +31,22 @@ def kl_estimate(c: Any, logp: Tensor, ref: Tensor) -> KL:
     if bound_of_d is not None:
         d = raw.clamp(-bound_of_d, bound_of_d)
         outside = d != raw
-    value, slope, product = _ESTIMATORS[name.removesuffix("+")](d)
+    value, slope = _ESTIMATORS[name.removesuffix("+")](d)
     if bound is not None:
         free, value = value, value.clamp(-bound, bound)
         outside = value != free if outside is None else outside | (value != free)
     if name.endswith("+"):  # straight-through: the value of the estimator, the gradient of k2 without a clamp
-        return KL(value, -raw, value - raw)
+        return KL(value, -raw, value - raw if c.use_bias_correction_kl else None)
     if name == "k3":
         beyond = d > EXPONENT_LIMIT
         outside = beyond if outside is None else outside | beyond
-    if outside is not None:
-        slope, product = torch.where(outside, 0.0, slope), torch.where(outside, value, product)
-    if c.kl_score_term:
-        slope = product if outside is None else torch.where(outside, 0.0, product)
+    product = _PRODUCTS[name](d) if c.use_bias_correction_kl or c.kl_score_term else None
+    if product is not None and outside is not None:
+        product = torch.where(outside, 0.0 if c.kl_score_term else value, product)
+    if c.kl_score_term and product is not None:
+        slope = product
+    elif outside is not None:
+        slope = torch.where(outside, 0.0, slope)
     return KL(value, slope, product)
 
 
@@ -51,30 +56,30 @@ def times_ratio(kl: KL, ratio: Tensor, clamped: Tensor, *, shared: bool) -> tupl
     free = kl.value * ratio
     value = free.clamp(-PRODUCT_LIMIT, PRODUCT_LIMIT)
     beyond = free.abs() > PRODUCT_LIMIT
-    slope = kl.slope if shared else torch.where(clamped, kl.slope, kl.product)
+    slope = kl.slope
+    if not shared:
+        assert kl.product is not None
+        slope = torch.where(clamped, slope, kl.product)
     return value, torch.where(beyond, 0.0, slope * ratio), clamped | beyond
 
 
-# (value, slope, value + slope): of k3 both are some exp(d), of which nothing is left in their sum.
-
-
-def _k1(d: Tensor) -> KL:
-    return KL(-d, torch.ones_like(d), 1 - d)
-
-
-def _k2(d: Tensor) -> KL:
-    return KL(d * d / 2, -d, d * (d / 2 - 1))
-
-
-def _k3(d: Tensor) -> KL:
+def _k3(d: Tensor) -> tuple[Tensor, Tensor]:
     e = d.clamp(max=EXPONENT_LIMIT)
     growth = e.expm1()
-    return KL(growth - e, -growth, -e)
+    return growth - e, -growth
 
 
-def _abs(d: Tensor) -> KL:
-    sign = d.sign()
-    return KL(d.abs(), -sign, d.abs() - sign)
-
-
-_ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3, "abs": _abs}
+# (value, slope) from d
+_ESTIMATORS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "k1": lambda d: (-d, torch.ones_like(d)),
+    "k2": lambda d: (d * d / 2, -d),
+    "k3": _k3,
+    "abs": lambda d: (d.abs(), -d.sign()),
+}
+# value + slope: of k3 both are some exp(d), of which nothing is left in their sum
+_PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: 1 - d,
+    "k2": lambda d: d * (d / 2 - 1),
+    "k3": lambda d: -d.clamp(max=EXPONENT_LIMIT),
+    "abs": lambda d: d.abs() - d.sign(),
+}

@@ -28,6 +28,7 @@ class Objective(NamedTuple):
     value: Tensor  # of the loss, before the token's weight
     kl: Tensor | None  # the estimate before its weight, bias correction included
     dlogp: Tensor  # d loss / d logp
+    counted: Tensor  # whose value has a weight
 
 
 def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
@@ -40,12 +41,12 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
     value, d_ratio, d_direct = SURROGATE_RULES[c.surrogate].term(c, ratio, logp, A)
     if tokens.entropy_threshold is not None:
         below = (entropy < tokens.entropy_threshold) & ~log_ratio.isnan()
-        value, d_ratio, d_direct = (x if x is None else torch.where(below, 0.0, x) for x in (value, d_ratio, d_direct))
+        value = torch.where(below, 0.0, value)
+        d_ratio, d_direct = (x if x is None else torch.where(below, 0.0, x) for x in (d_ratio, d_direct))
     if scale is not None:  # a scale of 0 drops what may be infinite; NaN stays
         dropped = (scale == 0) & ~log_ratio.isnan()
-        value, d_ratio, d_direct = (
-            x if x is None else torch.where(dropped, 0.0, scale * x) for x in (value, d_ratio, d_direct)
-        )
+        value = torch.where(dropped, 0.0, scale * value)
+        d_ratio, d_direct = (x if x is None else torch.where(dropped, 0.0, scale * x) for x in (d_ratio, d_direct))
     kl = None
     if rules.has_kl and tokens.ref is not None:
         estimate = kl_estimate(c, logp, tokens.ref)
@@ -58,18 +59,19 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
         if c.beta != 0.0:
             value = value + c.beta * kl
             d_direct = c.beta * d_kl if d_direct is None else d_direct + c.beta * d_kl
-    dlogp = None
+    dlogp, counted = None, tokens.dloss_direct != 0
     if d_ratio is not None:
         if slope is not None and shares_ratio(c.importance_sampling_level):
-            total = tokens.sequences.sum(weighted(tokens.dloss_direct, d_ratio))
-            dlogp = slope * tokens.sequences.spread(total)
+            total = tokens.sequences.sum(weighted(tokens.dloss_direct, d_ratio, counted))
+            dlogp = slope * tokens.sequences.to_tokens(total)
         else:
-            dlogp = weighted(tokens.dloss_via_ratio, d_ratio)
+            same = tokens.dloss_via_ratio is tokens.dloss_direct
+            dlogp = weighted(tokens.dloss_via_ratio, d_ratio, counted if same else None)
     if d_direct is not None:
-        direct = weighted(tokens.dloss_direct, d_direct)
+        direct = weighted(tokens.dloss_direct, d_direct, counted)
         dlogp = direct if dlogp is None else dlogp + direct
     assert dlogp is not None
-    return Objective(log_ratio, value, kl, dlogp)
+    return Objective(log_ratio, value, kl, dlogp, counted)
 
 
 def clamp_ratio(c: object, log_ratio: Tensor) -> Ratio:
@@ -82,9 +84,9 @@ def clamp_ratio(c: object, log_ratio: Tensor) -> Ratio:
     return Ratio(log_ratio, log_ratio.clamp(None if bound is None else -bound, high).exp(), clamped)
 
 
-def weighted(weight: Tensor, slope: Tensor) -> Tensor:
-    """Returns slope times a weight; 0 where that is 0, whatever the slope is."""
-    return torch.where(weight != 0, weight * slope, 0.0)
+def weighted(weight: Tensor, slope: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Returns slope times a weight; 0 where that is 0, whatever the slope is. counted: weight != 0, where known."""
+    return torch.where(weight != 0 if counted is None else counted, weight * slope, 0.0)
 
 
 def _own_log_ratio(tokens: Tokens, logp: Tensor) -> Tensor:
@@ -154,20 +156,21 @@ class GRPOLoss:
     def _keep_entropies(self) -> None:
         """Gives the entropy bonus to the tokens that the threshold keeps, whose entropies are known now."""
         weight, threshold = self.dentropy, self.tokens.entropy_threshold
+        assert threshold is not None  # config checks it
         counted = weight != 0
         kept = counted & ~(self.entropy < threshold)
         share = kept.sum().clamp(min=1) / counted.sum(dtype=weight.dtype)  # of two integers it had torch's default type
         self.dentropy = torch.where(kept, weight / share, 0.0)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Returns (the loss (), the record (fields, N) that metrics are computed from), when all statistics are known."""
+        """Returns (the loss (), the record (fields, N) of what metrics need), when all statistics are known."""
         if self._whole is None:
             self.of_all()
         assert self._whole is not None
-        tokens, (log_ratio, value, kl, dlogp) = self.tokens, self._whole
+        tokens, (log_ratio, value, kl, dlogp, counted) = self.tokens, self._whole
         if self.divergence is not None:
             value = value + tokens.config.distill_coef * self.divergence
-        share = weighted(tokens.dloss_direct, value)
+        share = weighted(tokens.dloss_direct, value, counted)
         if tokens.rules.has_entropy:
             share = share + weighted(self.dentropy, self.entropy)
         known = {

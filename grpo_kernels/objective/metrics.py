@@ -131,11 +131,10 @@ def column_sums(batch: Batch, record: Tensor) -> Sums:
 
 
 def _sequences(batch: Batch, record: Tensor) -> Sequences:
-    offsets, length = batch.tokens.cu_seqlens, None
+    offsets = batch.tokens.cu_seqlens
     if offsets is None:
-        length = batch.shape[1]
-        offsets = torch.arange(batch.shape[0] + 1, device=record.device) * length
-    return Sequences(offsets.to(record.device).long(), length, record.shape[1])
+        return Sequences.padded(batch.shape[0], batch.shape[1], record.device)
+    return Sequences(offsets.to(record.device).long(), None, record.shape[1])
 
 
 def _extrema(ratio: Tensor, mismatch: Tensor, known: Tensor, scored: Tensor | None) -> Tensor:

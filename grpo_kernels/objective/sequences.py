@@ -28,6 +28,13 @@ class Sequences:
     def __init__(self, offsets: Tensor, row_length: int | None, num_tokens: int) -> None:
         self.offsets, self.row_length, self.num_tokens = offsets, row_length, num_tokens
 
+    @classmethod
+    def padded(cls, count: int, length: int, device: torch.device) -> Sequences:
+        """Returns those of a (B, T) batch."""
+        if length == 0:
+            return cls(torch.zeros(count + 1, dtype=torch.int64, device=device), 0, 0)
+        return cls(torch.arange(0, (count + 1) * length, length, device=device), length, count * length)
+
     @property
     def count(self) -> int:
         return len(self.offsets) - 1
@@ -39,10 +46,15 @@ class Sequences:
         return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, unsafe=True)
 
     def spread(self, x: Tensor) -> Tensor:
-        """Gives every token the number of its sequence: (S,) to (N,)."""
+        """Lets every token have the number of its sequence: (S,) to (S, 1), or packed to (N,)."""
         if self.row_length is not None:
-            return x[:, None].expand(-1, self.row_length).reshape(-1)
+            return x[:, None]
         return x.repeat_interleave(self.offsets.diff(), output_size=self.num_tokens)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Gives every token the number of its sequence: (S,) to (N,)."""
+        x = self.spread(x)
+        return x if self.row_length is None else x.expand(-1, self.row_length).reshape(-1)
 
     def part(self, chosen: slice) -> Sequences:
         """Returns neighbours of a padded batch by themselves."""
@@ -64,7 +76,7 @@ def raise_to_level(
         return own, slope
     is_mean = level != "sequence_sum"
     if is_mean:
-        slope = slope / sequences.spread(lengths)
+        slope = slope / sequences.to_tokens(lengths)
     if c.surrogate == "gmpo":
         # Sign-aware clamp of every token before the mean: it only ever makes the objective smaller.
         clamped = own.clamp(-c.epsilon_low, c.epsilon_high)
@@ -72,13 +84,13 @@ def raise_to_level(
         slope = torch.where(narrow == own, slope, 0.0)
         own = narrow
     total = sequences.sum(own)
-    return sequences.spread(total / lengths if is_mean else total), slope
+    return sequences.to_tokens(total / lengths if is_mean else total), slope
 
 
 def off_policy_mask(sequences: Sequences, lengths: Tensor, drift: Tensor, A: Tensor, threshold: float) -> Tensor:
     """Returns (N,) bool: sequences with A < 0 whose mean drift from the sampling engine, nats, exceeds the threshold
     (DeepSeek-V3.2, arXiv:2512.02556). drift (N,): 0 where unknown or not scored."""
-    mean = sequences.spread(sequences.sum(drift) / lengths)
+    mean = sequences.to_tokens(sequences.sum(drift) / lengths)
     return (A < 0) & (mean > threshold)
 
 
@@ -90,7 +102,7 @@ def vespo_weight(
     log_w = own.clamp(-20.0, 20.0)
     if rollout_weight is not None:
         log_w = torch.where(scored, log_w + rollout_weight.log().clamp(low, 20.0), 0.0)
-    log_w = sequences.spread(sequences.sum(log_w).clamp(low, 20.0))
+    log_w = sequences.to_tokens(sequences.sum(log_w).clamp(low, 20.0))
     positive = A >= 0
     k = torch.full_like(log_w, c.vespo_k_neg).masked_fill(positive, c.vespo_k_pos)
     lam = torch.full_like(log_w, c.vespo_lambda_neg).masked_fill(positive, c.vespo_lambda_pos)

@@ -1,4 +1,4 @@
-"""The policy term of a token and its derivatives in closed form. A surrogate is a row of SURROGATE_RULES and a function.
+"""The policy term of a token and its derivatives. A surrogate is a function and a row of SURROGATE_RULES.
 
     d_ratio  = d value / d x        at fixed logp       x: the log-ratio of the token or of its sequence, r = e^x
     d_direct = d value / d logp     at fixed x

@@ -106,21 +106,24 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
     """Plans a batch of ids (B, T) or packed (N,)."""
     shape, device, count, rules = ids.shape, ids.device, ids.numel(), rules_of(inputs, config, ids.shape, has_teacher)
     if inputs.cu_seqlens is None:
-        sequences = Sequences(torch.arange(shape[0] + 1, device=device) * shape[1], shape[1], count)
+        sequences = Sequences.padded(shape[0], shape[1], device)
     else:
         sequences = Sequences(inputs.cu_seqlens.to(device=device, dtype=torch.int64), None, count)
     mask = None if inputs.completion_mask is None else inputs.completion_mask.reshape(-1)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask != 0
 
+    packed = inputs.cu_seqlens is not None
+
     def fill(x: Tensor, other: float) -> Tensor:
         """(N,) in `dtype`; padding, whatever it holds, becomes `other`."""
-        if x.dim() == 0:
-            x = x.expand(count)
-        elif is_per_sequence(x, shape, sequences.count):
-            x = sequences.spread(x.reshape(-1))
-        x = x.detach().reshape(-1).to(dtype)
-        return x.contiguous() if mask is None else torch.where(mask, x, other)
+        x = x.detach().to(dtype)
+        if x.dim() > 0:
+            per_sequence = is_per_sequence(x, shape, sequences.count)
+            x = sequences.spread(x.reshape(-1)) if per_sequence else x.reshape(-1 if packed else shape)
+        if mask is None:
+            return x.expand(shape).reshape(-1).contiguous()
+        return torch.where(mask.view(shape), x, other).view(-1)
 
     def optional(x: Tensor | None, other: float) -> Tensor | None:
         return None if x is None else fill(x, other)
@@ -155,7 +158,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         # On-policy, the ratio of the sequence is 1 and its chain rule is known before any logit is.
         total = sequences.sum(weight)
         total = total if level == "sequence_sum" else total / lengths.clamp(min=1)
-        via_ratio = fill(sequences.spread(total), 0.0)
+        via_ratio = fill(total, 0.0)
     active = mask
     if not rules.all_active:
         active = advantage != 0 if not config.pushes_without_advantage else torch.ones_like(advantage, dtype=torch.bool)
@@ -164,7 +167,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         if mask is not None:
             active = active & mask
         if rules.whole_sequences or shares_ratio(level):
-            active = sequences.spread(sequences.sum(active.to(dtype))) > 0
+            active = sequences.to_tokens(sequences.sum(active.to(dtype)) > 0)
             active = active if mask is None else active & mask
     if inputs.token_weights is not None:
         factor = fill(inputs.token_weights, 0.0)

@@ -1,4 +1,4 @@
-"""Rows of d loss / d logits as pairs of an id and a number, in torch: systematic sampling, see operations.SparseRule."""
+"""Rows of d loss / d logits as pairs of an id and a number: systematic sampling, see operations.SparseRule."""
 
 from __future__ import annotations
 
