@@ -81,17 +81,6 @@ void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, s
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads);
 void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads);
 
-// target[ids[t]] += scale[t] * rows[t] for t in [0, count).
-struct AddRowsArgs {
-    void* target;        // (rows, width), bfloat16 or float32
-    const void* rows;    // (count, width), bfloat16
-    const int64_t* ids;  // (count,)
-    const float* scale;  // (count,)
-    int64_t target_stride, count, width, rows_stride;
-    int32_t target_dtype;
-};
-void add_rows(const AddRowsArgs& args);
-
 // target = source^T, or target += source^T.
 struct AddTransposedArgs {
     void* target;            // (rows, width), bfloat16 or float32

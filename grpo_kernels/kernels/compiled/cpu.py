@@ -66,8 +66,8 @@ class CpuKernels:
         )  # fmt: skip
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        rows = contiguous_rows(rows)
-        self.module.add_rows(*matrix(target), rows, rows.stride(0), *rows.shape, ids, scale)
+        tokens = torch.arange(len(ids), dtype=torch.int32)
+        self.kept_dweight(scale, rows, KeptPairs(ids.to(torch.int32), tokens), target, add=True)
 
 
 def _teacher(teacher: TeacherLogits | None) -> tuple[object, ...]:
