@@ -23,9 +23,6 @@ void take(Arguments& given, gk::KeptPairs& a) {
     given.read(a.hidden, a.dtype, a.hidden_row_stride, a.ids, a.token_of, a.dlogits, a.count, a.vocab, a.width);
 }
 void take(Arguments& given, gk::KeptTarget& a) { given.read(a.data, a.dtype, a.row_stride, a.add); }
-void take(Arguments& given, gk::AddTransposedArgs& a) {
-    given.read(a.target, a.target_dtype, a.target_row_stride, a.source, a.source_row_stride, a.rows, a.width, a.add);
-}
 
 }  // namespace binding
 
@@ -39,9 +36,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("kept_logits", Bound<gk::kept_logits>::call);
     m.def("kept_dhidden", Bound<gk::kept_dhidden>::call);
     m.def("kept_dweight", Bound<gk::kept_dweight>::call);
-    m.def("add_transposed", Bound<gk::add_transposed>::call);
     m.def("uses_openmp", gk::uses_openmp);
-    m.def("has_amx", gk::has_amx);
     m.def("cpu_isa", gk::cpu_isa);
     m.def("set_cpu_isa", gk::set_cpu_isa);
 }

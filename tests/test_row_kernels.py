@@ -18,7 +18,7 @@ from emulator import H200
 
 from grpo_kernels import _cpu  # the tests need the compiled module: a skip would hide that it is missing
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.compiled.base import DTYPES, matrix
+from grpo_kernels.kernels.compiled.base import DTYPES
 from grpo_kernels.kernels.compiled.cpu import load
 from grpo_kernels.kernels.operations import Backend, KeptPairs, LogitTransform
 from grpo_kernels.names import DIVERGENCES
@@ -250,23 +250,6 @@ def test_add_rows_sums_each_id_in_float32_and_rounds_once(dtype):
         found = target.clone()
         kernels.add_rows(found, ids, scale, rows)
         assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (37, 24), (100, 41), (1056, 72)])
-def test_add_transposed(dtype, shape):
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(shape[1], shape[0] + 5, generator=generator).bfloat16()
-    source, before = wide[:, 3 : 3 + shape[0]], torch.randn(shape, generator=generator).to(dtype)
-    before[0, 0] = torch.nan
-    target = torch.full((shape[0], shape[1] + 2), torch.nan, dtype=dtype)
-    given = *matrix(target[:, 1:-1]), source, source.stride(0), *shape
-    _cpu.add_transposed(*given, False, 1)
-    assert torch.equal(target[:, 1:-1], source.T.to(dtype)) and target[:, [0, -1]].isnan().all()
-    target[:, 1:-1] = before
-    _cpu.add_transposed(*given, True, 1)
-    expected = (before.float() + source.T.float()).to(dtype)
-    assert torch.equal(target[:, 1:-1].nan_to_num(7.0), expected.nan_to_num(7.0)) and target[0, 1].isnan()
 
 
 @of_cuda

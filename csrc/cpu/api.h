@@ -81,19 +81,8 @@ void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, s
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads);
 void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads);
 
-// target = source^T, or target += source^T.
-struct AddTransposedArgs {
-    void* target;            // (rows, width), bfloat16 or float32
-    const uint16_t* source;  // (width, rows), bfloat16
-    int64_t rows, width, target_row_stride, source_row_stride;
-    int32_t target_dtype;
-    bool add;
-};
-void add_transposed(const AddTransposedArgs& args, int threads);
-
 const char* cpu_isa();               // the instruction set in use: avx512, avx2 or baseline
 void set_cpu_isa(const char* name);  // throws std::invalid_argument for an unknown or unsupported one
 bool uses_openmp();                  // whether threads are those of torch's OpenMP
-bool has_amx();                      // whether the processor multiplies tiles of bfloat16
 
 }  // namespace gk

@@ -82,14 +82,6 @@ void run(const Kernel& kernel, const RowArgs& args, const Other& other, int thre
 
 }  // namespace
 
-bool has_amx() {
-#if defined(__x86_64__)
-    return cpu_features().amx;
-#else
-    return false;
-#endif
-}
-
 const char* cpu_isa() { return chosen().load()->name; }
 
 void set_cpu_isa(const char* name) {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .host import ROOT, HostModule, NinjaFile, compiles, target_machine
 
-SOURCES = ("dispatch", "kept_ids", "transpose")
+SOURCES = ("dispatch", "kept_ids")
 
 # Instruction set -> flags in order of preference: the first that the compiler accepts.
 X86_FLAGS = {
