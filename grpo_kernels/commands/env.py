@@ -15,7 +15,7 @@ import torch
 from .. import __version__
 from ..benchmarks.machine import driver_version, package_version, processor
 from ..kernels import auto_choice, candidates, registered_backends, unavailable_reason
-from ..kernels.compiled.cpu import load as load_cpu
+from ..kernels.compiled.cpu import compiled_module as cpu_module
 from ..kernels.compiled.cuda import compiled_module, version
 from ..kernels.launch import tuned_path
 
@@ -109,13 +109,13 @@ def _describe_device(device: torch.device, module: Any) -> dict[str, Any]:
         "refused": choice.refused,
     }
     if device.type == "cpu":
-        kernels, _ = load_cpu()
+        compiled, _ = cpu_module()
         return facts | {
             "name": processor(),
             "threads": torch.get_num_threads(),
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
-            "instruction_set": None if kernels is None else kernels.module.cpu_isa(),
-            "openmp": kernels is not None and kernels.module.uses_openmp(),
+            "instruction_set": None if compiled is None else compiled.cpu_isa(),
+            "openmp": compiled is not None and compiled.uses_openmp(),
         }
     properties = torch.cuda.get_device_properties(device.index)
     return facts | {

@@ -91,18 +91,11 @@ def _kept(hidden: Tensor | None, weight: Tensor, bias: Tensor | None, kept: Kept
 
 
 def load() -> tuple[Backend | None, str]:
-    """Returns (table, "") or (None, the reason why the compiled kernels cannot be used). It never raises: another
-    backend does the work then."""
-    try:
-        from ... import _cpu  # type: ignore[attr-defined]  # compiled; may be absent
-
-        problem = version_problem(_cpu, "CPU")
-        if problem:
-            return None, problem
-        _cpu.cpu_isa()  # reads GRPO_KERNELS_CPU_ISA: a wrong value is reported here, not in the middle of a loss
-    except (ImportError, ValueError) as error:
-        return None, f"the compiled CPU kernels cannot be used: {error}"
-    kernels = CpuKernels(_cpu)
+    """Returns (table, "") or (None, the reason why the compiled kernels cannot be used)."""
+    module, reason = compiled_module()
+    if module is None:
+        return None, reason
+    kernels = CpuKernels(module)
     table = replace(
         TORCH,
         name="cpu",
@@ -116,3 +109,17 @@ def load() -> tuple[Backend | None, str]:
         add_rows=kernels.add_rows,
     )
     return table, ""
+
+
+def compiled_module() -> tuple[ModuleType | None, str]:
+    """Returns (grpo_kernels._cpu, "") or (None, why it cannot be used). It never raises: another backend does the work
+    then."""
+    try:
+        from ... import _cpu  # type: ignore[attr-defined]  # compiled; may be absent
+
+        if problem := version_problem(_cpu, "CPU"):
+            return None, problem
+        _cpu.cpu_isa()  # reads GRPO_KERNELS_CPU_ISA: a wrong value is reported here, not in the middle of a loss
+    except (ImportError, ValueError) as error:
+        return None, f"the compiled CPU kernels cannot be used: {error}"
+    return _cpu, ""
