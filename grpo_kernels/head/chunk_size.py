@@ -41,9 +41,12 @@ class Visit(NamedTuple):
     lengths: list[int] | None  # active tokens per sequence, with whole sequences, if known on the host
 
     @classmethod
-    def of(cls, order: Tensor, active: int, rest: int, lengths: list[int] | None) -> Visit:
-        """order (N,): so many active tokens, so many others, anything."""
-        first, both = (None if count == order.numel() else order[:count] for count in (active, active + rest))
+    def of(
+        cls, order: Tensor, active: int, rest: int, lengths: list[int] | None, num_tokens: int | None = None
+    ) -> Visit:
+        """order: so many active tokens, so many others, anything; of all, where num_tokens is not given."""
+        total = order.numel() if num_tokens is None else num_tokens
+        first, both = (None if count == total else order[:count] for count in (active, active + rest))
         return cls(first, order[active : active + rest] if rest else None, both, lengths)
 
 
@@ -58,21 +61,28 @@ def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | N
         elif sequences is not None and not every_row:
             lengths = sequences.offsets.diff().tolist()
         return Visit(None, None, None, lengths)
-    code = active.to(torch.int8)
-    numbers = [active.sum()]
+    others = None
     if scored is not active:
-        code = code + (1 if scored is None else scored.to(torch.int8))
-        numbers.append(active.new_tensor(active.numel(), dtype=torch.int64) if scored is None else scored.sum())
-    if sequences is not None:
-        numbers.append(sequences.sum(active.to(torch.float32)).long())
-    order = code.argsort(descending=True, stable=True)
-    first, *others = (
-        numbers[0][None].tolist() if len(numbers) == 1 else torch.cat([x.view(-1) for x in numbers]).tolist()
-    )
-    rest = 0
-    if scored is not active:
-        rest = others.pop(0) - first
-    return Visit.of(order, first, rest, others if sequences is not None else None)
+        others = ~active if scored is None else scored & ~active
+    of_sequences = None if sequences is None else sequences.sum(active.to(torch.float32))
+    if active.device.type == "cpu":  # two reads cost less there than one sort
+        first, rest = active.nonzero().squeeze(1), None
+        if others is not None:
+            rest = others.nonzero().squeeze(1)
+        both = first if rest is None or rest.numel() == 0 else torch.cat([first, rest])
+        per_sequence = None if of_sequences is None else [int(x) for x in of_sequences.tolist()]
+        return Visit.of(both, first.numel(), both.numel() - first.numel(), per_sequence, active.numel())
+    numbers = [active.sum(dtype=torch.float64).view(1)]
+    key = active.to(torch.int8) * 2
+    if others is not None:
+        numbers.append(others.sum(dtype=torch.float64).view(1))
+        key = key + others
+    if of_sequences is not None:
+        numbers.append(of_sequences.double())
+    found = [int(x) for x in torch.cat(numbers).tolist()]
+    order, rest_count = key.argsort(descending=True, stable=True), 0 if others is None else found[1]
+    per_sequence = None if of_sequences is None else found[len(found) - len(of_sequences) :]
+    return Visit.of(order, found[0], rest_count, per_sequence)
 
 
 def multiprocessors_of(device: torch.device) -> int:

@@ -6,32 +6,60 @@ big batch. Nothing is all-reduced.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from .sequences import Sequences
 
 Aggregation = Literal["seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 EntropyAggregation = Literal["token_mean", "loss"]  # of the entropy bonus
 
 
-def weight_of_sequences(
-    rule: Aggregation, lengths: Tensor, normalizer: Tensor | None, max_completion_length: int | None
-) -> Tensor:
-    """Returns the weight of a token of each sequence in the loss, (S,) or (). lengths (S,): tokens that count."""
-    if rule == "seq_mean":  # GRPO, SAPO, GSPO
-        return lengths.clamp(min=1).reciprocal() / denominator(rule, lengths, normalizer, max_completion_length)
-    one = torch.ones((), dtype=lengths.dtype, device=lengths.device)
-    return one / denominator(rule, lengths, normalizer, max_completion_length)
+class Lengths:
+    """How many tokens count, in the type of the loss: computed when a rule asks for them."""
+
+    def __init__(self, sequences: Sequences, mask: Tensor | None, dtype: torch.dtype) -> None:
+        self.sequences, self.mask, self.dtype = sequences, mask, dtype
+
+    @cached_property
+    def of_sequences(self) -> Tensor:
+        """(S,)"""
+        if self.mask is None:
+            return self.sequences.offsets.diff().to(self.dtype)
+        return self.sequences.sum(self.mask.to(self.dtype))
+
+    @cached_property
+    def at_least_one(self) -> Tensor:
+        """(S,)"""
+        return self.of_sequences.clamp(min=1)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """() at least 1."""
+        if self.mask is None:
+            number = max(1, self.sequences.num_tokens)
+            return torch.full((), number, dtype=self.dtype, device=self.sequences.offsets.device)
+        return self.mask.sum(dtype=self.dtype).clamp(min=1)
 
 
-def denominator(
-    rule: Aggregation, lengths: Tensor, normalizer: Tensor | None, max_completion_length: int | None
-) -> Tensor | int:
+def weight_of_sequences(c: Any, lengths: Lengths, normalizer: Tensor | None) -> Tensor:
+    """Returns the weight of a token of each sequence in the loss, (S,) or ()."""
+    below = denominator(c, lengths, normalizer)
+    if c.aggregation == "seq_mean":  # GRPO, SAPO, GSPO
+        return lengths.at_least_one.reciprocal() / below
+    if isinstance(below, Tensor):
+        return below.to(lengths.dtype).reciprocal()
+    return torch.full((), below, dtype=lengths.dtype, device=lengths.sequences.offsets.device).reciprocal()
+
+
+def denominator(c: Any, lengths: Lengths, normalizer: Tensor | None) -> Tensor | int:
     if normalizer is not None:
         return normalizer
-    if rule in ("token_mean", "num_items"):  # BNPO, PPO; DAPO, CISPO, VESPO, whose global count is a normalizer
-        return lengths.sum().clamp(min=1)
+    if c.aggregation in ("token_mean", "num_items"):  # BNPO, PPO; DAPO, CISPO, VESPO, whose count may be a normalizer
+        return lengths.total
     # seq_mean; fixed_length: Dr. GRPO; seq_sum: LUSPO, prime-rl
-    return max(len(lengths), 1) * (max_completion_length or 1)
+    return max(lengths.sequences.count, 1) * (c.max_completion_length or 1)

@@ -102,7 +102,7 @@ def _of_sequences(tokens: Tokens, own: Tensor, logp: Tensor) -> tuple[Tensor, Te
     """(the log-ratio that the surrogate sees, the scale of the surrogate, d log-ratio / d logp of the token)."""
     c, sequences, A, scale = tokens.config, tokens.sequences, tokens.advantage, tokens.surrogate_scale
     scored = torch.ones_like(own, dtype=torch.bool) if tokens.scored is None else tokens.scored
-    lengths = tokens.lengths.clamp(min=1)
+    lengths = tokens.lengths.at_least_one
     own = torch.where(scored, own, 0.0)
     if c.surrogate == "vespo":
         scale = vespo_weight(c, sequences, scored, own, tokens.rollout_weight, A)
@@ -140,7 +140,7 @@ class GRPOLoss:
             self._dlogp = torch.zeros_like(self.logp)
         if self.by_sequence and sequences is not None and length is not None:
             rows = Rows(sequences.start * length, sequences.stop * length)
-            part = self.tokens.part(rows.take, self.tokens.sequences.part(sequences), self.tokens.lengths[sequences])
+            part = self.tokens.part(rows.take, sequences)
         else:
             part = self.tokens.part(rows.take)
         rows.put(self._dlogp, evaluate(part, rows.take(self.logp), rows.take(self.entropy)).dlogp)
@@ -180,5 +180,5 @@ class GRPOLoss:
             "dentropy": self.dentropy if tokens.rules.has_entropy else None,
         }  # fmt: skip
         return tokens.sequences.sum(share).sum(), torch.stack(
-            [x.to(share.dtype) for x in known.values() if x is not None]
+            [x if x.dtype == share.dtype else x.to(share.dtype) for x in known.values() if x is not None]
         )

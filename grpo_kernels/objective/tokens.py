@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .aggregation import denominator, weight_of_sequences
+from .aggregation import Lengths, denominator, weight_of_sequences
 from .sequences import Sequences, shares_ratio
 from .surrogates import SURROGATE_RULES
 
@@ -64,7 +64,7 @@ class Tokens:
     config: Any
     rules: Rules
     sequences: Sequences
-    lengths: Tensor  # (S,) unmasked tokens
+    lengths: Lengths
     ids: Tensor  # int64, 0 at padding
     scored: Tensor | None
     active: Tensor | None
@@ -80,16 +80,18 @@ class Tokens:
     surrogate_scale: Tensor | None = None  # scales the surrogate alone
     entropy_threshold: float | Tensor | None = None
 
-    def part(self, take: Any, sequences: Sequences | None = None, lengths: Tensor | None = None) -> Tokens:
-        """Returns some of the tokens, those that take(x) returns of a tensor (N,); of a sequence all or none."""
-        chosen = {
+    def part(self, take: Any, chosen: slice | None = None) -> Tokens:
+        """Returns some of the tokens, those that take(x) returns of a tensor (N,); chosen: which whole sequences."""
+        part: dict[str, Any] = {
             f.name: take(x)
             for f in dataclasses.fields(self)
-            if isinstance(x := getattr(self, f.name), Tensor) and x.shape == self.ids.shape and f.name != "lengths"
+            if isinstance(x := getattr(self, f.name), Tensor) and x.shape == self.ids.shape
         }
-        return dataclasses.replace(
-            self, **chosen, sequences=sequences or self.sequences, lengths=self.lengths if lengths is None else lengths
-        )
+        if chosen is not None:
+            sequences = self.sequences.part(chosen)
+            part |= {"sequences": sequences, "lengths": Lengths(sequences, part.get("scored"), self.advantage.dtype)}
+            part["lengths"].of_sequences = self.lengths.of_sequences[chosen]
+        return dataclasses.replace(self, **part)
 
 
 def rules_of(inputs: TokenInputs, config: Any, shape: torch.Size, has_teacher: bool) -> Rules:
@@ -109,35 +111,31 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         sequences = Sequences.padded(shape[0], shape[1], device)
     else:
         sequences = Sequences(inputs.cu_seqlens.to(device=device, dtype=torch.int64), None, count)
-    mask = None if inputs.completion_mask is None else inputs.completion_mask.reshape(-1)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask != 0
-
-    packed = inputs.cu_seqlens is not None
+    shaped = inputs.completion_mask
+    if shaped is not None and (shaped.dtype != torch.bool or not shaped.is_contiguous()):
+        shaped = shaped.contiguous() != 0
+    mask = None if shaped is None else shaped.view(-1)
 
     def fill(x: Tensor, other: float) -> Tensor:
         """(N,) in `dtype`; padding, whatever it holds, becomes `other`."""
-        x = x.detach().to(dtype)
-        if x.dim() > 0:
-            per_sequence = is_per_sequence(x, shape, sequences.count)
-            x = sequences.spread(x.reshape(-1)) if per_sequence else x.reshape(-1 if packed else shape)
-        if mask is None:
+        if x.dtype != dtype:
+            x = x.to(dtype)
+        if x.dim() > 0 and x.shape != shape:
+            x = sequences.spread(x.reshape(-1)) if is_per_sequence(x, shape, sequences.count) else x.reshape(shape)
+        if shaped is None:
             return x.expand(shape).reshape(-1).contiguous()
-        return torch.where(mask.view(shape), x, other).view(-1)
+        return torch.where(shaped, x, other).view(-1)
 
     def optional(x: Tensor | None, other: float) -> Tensor | None:
         return None if x is None else fill(x, other)
 
-    if mask is None:
-        lengths = sequences.offsets.diff().to(dtype)
-    else:
-        lengths = sequences.sum(mask.to(dtype))
-    rule = config.aggregation, lengths, inputs.normalizer, config.max_completion_length
-    weight = weight_of_sequences(*rule)
-    weight = fill(weight.to(dtype), 0.0)
-    dentropy = torch.zeros_like(weight)
+    lengths = Lengths(sequences, mask, dtype)
+    weight = weight_of_sequences(config, lengths, inputs.normalizer)
+    weight = fill(weight if weight.dim() == 0 else sequences.spread(weight), 0.0)
     if rules.has_entropy:
         dentropy = _entropy_weight(inputs, config, lengths, weight, mask)
+    else:
+        dentropy = torch.zeros_like(weight)
 
     advantage = fill(inputs.advantages, 0.0)
     old, rollout = optional(inputs.old_logps, 0.0), optional(inputs.rollout_logps, torch.nan)
@@ -157,8 +155,8 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
     if shares_ratio(level) and not rules.whole_sequences:
         # On-policy, the ratio of the sequence is 1 and its chain rule is known before any logit is.
         total = sequences.sum(weight)
-        total = total if level == "sequence_sum" else total / lengths.clamp(min=1)
-        via_ratio = fill(total, 0.0)
+        total = total if level == "sequence_sum" else total / lengths.at_least_one
+        via_ratio = fill(sequences.spread(total), 0.0)
     active = mask
     if not rules.all_active:
         active = advantage != 0 if not config.pushes_without_advantage else torch.ones_like(advantage, dtype=torch.bool)
@@ -179,9 +177,9 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         temperature = torch.full((count,), float(config.temperature), dtype=dtype, device=device)
     else:
         temperature = fill(temperature, 1.0)
-    flat = ids.reshape(-1)
+    flat = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
     return Tokens(
-        config, rules, sequences, lengths, (flat if mask is None else torch.where(mask, flat, 0)).long(),
+        config, rules, sequences, lengths, flat.long(),
         scored=mask if config.score_inactive else active, active=active, temperature=temperature, advantage=advantage,
         dloss_direct=weight, dloss_via_ratio=via_ratio, dloss_dentropy=dentropy, old=old,
         ref=fill(inputs.ref_logps, 0.0) if inputs.ref_logps is not None and rules.has_kl else None,
@@ -190,7 +188,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
     )  # fmt: skip
 
 
-def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
+def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Lengths, weight: Tensor, mask: Tensor | None) -> Tensor:
     """(N,) d loss / d entropy of the bonus: -entropy_coef times the mean entropy of this call's tokens, scaled by this
     call's share of the normalizer (with B sequences of B_total: B / B_total; without one: 1)."""
     number = 1.0 if inputs.entropy_coef is not None else config.entropy_coef
@@ -202,8 +200,8 @@ def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Tensor, weight: T
         else:
             own: Tensor | float = 1.0
             if inputs.normalizer is not None:
-                own = denominator(config.aggregation, lengths, None, config.max_completion_length) / inputs.normalizer
-            each = -number * own / lengths.sum().clamp(min=1)
+                own = denominator(config, lengths, None) / inputs.normalizer
+            each = -number * own / lengths.total
         each = each.to(weight.dtype).expand(weight.shape)
         each = each.contiguous() if mask is None else torch.where(mask, each, 0.0)
     return each if inputs.entropy_coef is None else each * inputs.entropy_coef.to(weight.dtype)
