@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,13 +187,10 @@ PROCESSES: dict[str, dict[str, Any]] = {
 }
 
 
-# How processes share the work: the options, DeepSpeed's stage of ZeRO, and the cases.
-_SHARDED = ("dapo", "entropy bonus", "reference that follows", "LoRA")
-KINDS: dict[str, tuple[dict[str, Any], int, Iterable[str]]] = {
-    "DDP": ({}, 0, PROCESSES),
-    "FSDP2": ({"fsdp": True}, 0, _SHARDED),
-    "ZeRO-1": ({"use_cpu": None}, 1, ("dapo",)),
-    "ZeRO-2": ({"use_cpu": None}, 2, _SHARDED),
+# How processes share the work: the options, and the cases.
+KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "DDP": ({}, [*PROCESSES]),
+    "FSDP2": ({"fsdp": True}, ["dapo", "entropy bonus", "reference that follows", "LoRA"]),
 }
 
 
@@ -225,25 +221,16 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
                  save_total_limit=9, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2,
                  lr_scheduler_type="linear", **_TWO_PASSES)  # fmt: skip
     jobs = []
-    for kind, (own, stage, compared) in KINDS.items():
+    for kind, (own, compared) in KINDS.items():
         resumed = dict(saved, resume_from_checkpoint=tmp_path / f"{kind}, saved" / "checkpoint-3")
         cases = {name: one[name] for name in compared} | {"saved": saved, "resumed": resumed}
         for name, options in cases.items():
             argv = command_line(tmp_path / f"{kind}, {name}", **{**options, **_HALF, **own})
-            jobs.append({"name": f"{kind}, {name}", "argv": argv, "zero_stage": stage})
-    zero = dict(_HALF, use_cpu=None)
-    special = {
-        "DDP, bf16": (0, {**one["dapo"], **_HALF, "bf16": True}),
-        "ZeRO-2, bf16": (2, {**one["dapo"], **zero, "bf16": True}),
-        "not finite": (2, {**saved, **zero, "scale_rewards": "none", "reward_funcs": "training:huge"}),
-        "broken part": (2, {**saved, **zero, "reward_funcs": "trainer_ranks:breaks_rank_1"}),
-        "other stage": (2, {**saved, **zero, "resume_from_checkpoint": tmp_path / "ZeRO-1, saved" / "checkpoint-3"}),
-    }
+            jobs.append({"name": f"{kind}, {name}", "argv": argv})
     low = dict(_HALF, fsdp=True, dtype="bfloat16", learning_rate=1e-6)
     for name, resume in (("bfloat16", None), ("bfloat16, resumed", tmp_path / "bfloat16" / "checkpoint-3")):
-        special[name] = (0, {**saved, **low, "resume_from_checkpoint": resume})
-    for name, (stage, options) in special.items():
-        jobs.append({"name": name, "argv": command_line(tmp_path / name, **options), "zero_stage": stage})
+        argv = command_line(tmp_path / name, **{**saved, **low, "resume_from_checkpoint": resume})
+        jobs.append({"name": name, "argv": argv})
     for name, (_, options) in ENDS.items():
         held_out = training.make_data(tmp_path / "three.jsonl", rows=3) if name == "three held out" else None
         argv = training.arguments(model, data, tmp_path / name, **FOUR_STEPS | options, eval_dataset_name=held_out)
@@ -251,12 +238,10 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         jobs.append({"name": name, "argv": argv})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     said = trl_parity.two_processes(str(Path(__file__).with_name("trainer_ranks.py")), str(tmp_path))
-    statuses = {job["name"]: 0 for job in jobs} | {"not finite": 1, "broken part": 1, "other stage": 2}
-    statuses |= {name: status for name, (status, _) in ENDS.items()}
+    statuses = {job["name"]: 0 for job in jobs} | {name: status for name, (status, _) in ENDS.items()}
     for rank in (0, 1):
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == statuses
     check_ends(tmp_path, said)
-    assert not training.steps(tmp_path / "not finite")
     states = [
         torch.load(tmp_path / name / f"checkpoint-{STEPS}" / "state.pt", weights_only=True)["optimizer"]["state"]
         for name in ("bfloat16", "bfloat16, resumed")
@@ -265,12 +250,9 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         assert state["master"].dtype == torch.float32 and state["exp_avg"].any()
         assert all(torch.equal(x, states[1][name][key]) for key, x in state.items()), name
     assert weights_differ(tmp_path / "bfloat16", tmp_path / "bfloat16, resumed") == 0.0
-    single, autocast = training.steps(tmp_path / "DDP, dapo"), training.steps(tmp_path / "DDP, bf16")
-    assert largest_difference(training.steps(tmp_path / "ZeRO-2, bf16"), autocast, 4) < TOLERANCE
-    assert largest_difference(single, autocast, 4) > TOLERANCE
     for name, options in one.items():
         expected = train(tmp_path / f"one, {name}", **options)
-        for folder in (tmp_path / f"{kind}, {name}" for kind, (*_, compared) in KINDS.items() if name in compared):
+        for folder in (tmp_path / f"{kind}, {name}" for kind, (_, compared) in KINDS.items() if name in compared):
             check_steps(folder, expected)
             assert weights_differ(folder, tmp_path / f"one, {name}") < TOLERANCE, folder
     for kind in KINDS:
@@ -300,7 +282,6 @@ def check_ends(folder: Path, said: str) -> None:
     # What is broken in one is saved by none.
     for name in ("broken", "broken shard"):
         assert {path.name for path in (folder / name).glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
-    assert [path.name for path in (folder / "broken part").glob("checkpoint-*")] == ["checkpoint-3"]
     assert said.count("after step 4 the norm of the optimizer's state is inf; the run ends here") == 4
     # A signal to one stops both.
     assert not (folder / "signal" / "model").exists()

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 trainer_ranks.py FOLDER
 
-FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...]}, and for one under DeepSpeed "zero_stage". Rank r
-writes FOLDER/rank-r.json: for each name the exit status, or the error with its type.
+FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...]}. Rank r writes FOLDER/rank-r.json: for each name the
+exit status, or the error with its type.
 """
 
 from __future__ import annotations
@@ -54,9 +54,6 @@ class Trainer(commands.Trainer):
     def __init__(self, run):
         assert run.ranks.count == 2
         assert isinstance(run.policy, FSDPModule) is run.arguments.fsdp
-        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
-        engine = hasattr(run.policy, "zero_optimization_stage")
-        assert str(run.policy.zero_optimization_stage() if engine else 0) == stage
         super().__init__(run)
 
     def _clip(self):
@@ -67,21 +64,7 @@ class Trainer(commands.Trainer):
         return super()._clip()
 
 
-def under_deepspeed(stage: int) -> None:
-    """As `accelerate launch --use_deepspeed --zero_stage` has it, which accelerate has for GPUs alone."""
-    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage), DS_ACCELERATOR="cpu")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed calls torch.compile where it is imported, for 2 s
-    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED  # with gloo
-    os.environ.pop("ACCELERATE_USE_CPU", None)
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile: gloo serves
-    deepspeed.utils.logger.setLevel("ERROR")
-
-
-def run(argv: list[str], zero_stage: int) -> int | str:
-    if zero_stage:
-        under_deepspeed(zero_stage)
+def run(argv: list[str]) -> int | str:
     try:
         return commands.train(argv)
     except (ValueError, RuntimeError) as error:
@@ -89,8 +72,7 @@ def run(argv: list[str], zero_stage: int) -> int | str:
     finally:
         AcceleratorState._reset_state()
         PartialState().distributed_type = DistributedType.MULTI_CPU  # as it was, before a run that sharded
-        for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"):
-            os.environ.pop(name, None)
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
 def main() -> None:
@@ -100,7 +82,7 @@ def main() -> None:
     PartialState.destroy_process_group = lambda self, group=None: None  # a run ends with it; here all use one group
     folder, seen = Path(sys.argv[1]), {}
     for job in json.loads((folder / "jobs.json").read_text()):
-        seen[job["name"]] = run(job["argv"], job.get("zero_stage", 0))
+        seen[job["name"]] = run(job["argv"])
     (folder / f"rank-{RANK}.json").write_text(json.dumps(seen))
     torch.distributed.barrier()
     sys.stdout.flush()

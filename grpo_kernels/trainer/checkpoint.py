@@ -199,7 +199,7 @@ def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any]
         tensors = dict(torch.load(folder / TENSORS, map_location="cpu", weights_only=True, mmap=mmap))
         if tensors["scheduler"]["last_epoch"] != progress.step:
             raise ValueError(f"its schedule is at another step than {STATE}")
-        if (tensors["optimizer"] is None) != (progress.step == 0 or state.get("zero_stage", 0) > 0):
+        if (tensors["optimizer"] is None) != (progress.step == 0):
             raise ValueError("its optimizer is that of another step")
         states = (tensors["optimizer"] or {"state": {}})["state"].values()
         if not all(isinstance(part, dict) for part in (*states, tensors["reference"] or {})):
@@ -254,16 +254,11 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
         )
 
 
-def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt], zero_stage: int) -> None:
+def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt]) -> None:
     """Raise RunError where a run of the same options cannot go on from the state in a checkpoint."""
     state, _, progress = read_checkpoint(checkpoint, mmap=True)
     if state["prompts"] != fingerprint(prompts):
         name = a.dataset_name or ARITHMETIC
         raise RunError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
-    written = state.get("zero_stage", 0)
-    if written != zero_stage:
-        raise RunError(
-            f"{checkpoint} was written under ZeRO stage {written} (0: no DeepSpeed); this run has {zero_stage}"
-        )
     if progress.step > a.max_steps:
         raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}; expected a later step")

@@ -16,7 +16,7 @@ from pathlib import Path
 from . import RunError
 
 CHECKSUMS = "checksums.json"  # of the files of a folder that `write_atomically` made
-WRITTEN_BESIDE = r"checkpoint-\d+|start-model-\d+|model|optimizer-\d+|trial-\w+|config\.json|summary\.json"
+WRITTEN_BESIDE = r"checkpoint-\d+|start-model-\d+|model|trial-\w+|config\.json|summary\.json"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -317,10 +317,8 @@ class Trainer:
             if run.teacher is not None:
                 with run.accelerator.autocast():
                     inputs["teacher"] = run.teacher(inputs, run.vocab_size)
-            # In the backward that synchronizes, DeepSpeed's engine clips and steps too.
-            last = run.accelerator.sync_gradients = part is passes[-1]
-            with contextlib.nullcontext() if last else run.accelerator.no_sync(self.policy):
-                # DDP, FSDP2 and DeepSpeed average over the ranks.
+            with contextlib.nullcontext() if part is passes[-1] else run.accelerator.no_sync(self.policy):
+                # DDP and FSDP2 average over the ranks.
                 out = self.policy("loss", **inputs, config=config, normalizer=count / self.ranks.count, **extra)
                 run.accelerator.backward(out.loss)
             numbers.append(pass_numbers(out, inputs))

@@ -46,10 +46,7 @@ from .ranks import (
     Signals,
     forget_earlier_run,
     init_trackers,
-    load_partition_states,
     make_accelerator,
-    partition_states,
-    zero_stage,
 )
 from .rewards import Rewards
 from .rollout import Completion, Sampler, infer, keeps_cache, load_replay, to_lines
@@ -105,7 +102,7 @@ class Run:
         for i in range(a.num_rollouts if a.replay else 0):
             load_replay(a, i, self.ranks.count, self.vocab_size)
         if self.checkpoint is not None:
-            check_state(self.checkpoint, a, self.prompts, zero_stage(self.accelerator))
+            check_state(self.checkpoint, a, self.prompts)
         self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
@@ -238,11 +235,11 @@ class Run:
         self.log.phase("saving")
         self.check_sound(progress.step)
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights, progress.log_sizes, stage = self.model_state(), self.log.sizes(), zero_stage(self.accelerator)
+        weights, progress.log_sizes = self.model_state(), self.log.sizes()
         tensors = {
             # torch makes a step with gradients of 0 where there was none, which AdamW would count.
             "optimizer": get_optimizer_state_dict(self.bare_policy, self.optimizer.optimizer, options=whole)
-            if progress.step and not stage
+            if progress.step
             else None,
             "scheduler": self.scheduler.state_dict(),
             "reference": None if self.reference is None else self.reference.state_dict(),
@@ -250,36 +247,21 @@ class Run:
         state = {
             "progress": {name: value for name, value in vars(progress).items() if name != "rollout"},
             "prompts": fingerprint(self.prompts),
-            "zero_stage": stage,
             **_environment(),
-        }
-        # DeepSpeed has no whole state of the optimizer: each rank writes its part, and the first puts them together.
-        parts = {
-            self.folder / f".optimizer-{i}.partial": f"optimizer-{i}.pt"
-            for i in range(self.ranks.count if stage else 0)
         }
 
         def fill(folder: Path) -> None:
             self.write_model(folder, weights)
-            for part, name in parts.items():
-                part.replace(folder / name)
             torch.save(tensors, folder / TENSORS)
             (folder / STATE).write_text(json.dumps(state, indent=1))
             (folder / RUN).write_text(json.dumps(self.options, indent=1))
             # Columns and what functions gave to log_extra have done their work: rewards are known.
             (folder / ROLLOUT).write_text(to_lines([replace(c, columns={}, extra={}) for c in progress.rollout]))
 
-        try:
-            with self.ranks.raise_on_all():
-                if stage:
-                    torch.save(partition_states(self.optimizer), list(parts)[self.ranks.index])
-            with self.ranks.raise_on_all():
-                if self.accelerator.is_main_process:
-                    write_atomically(self.folder / f"checkpoint-{progress.step}", fill)
-                    prune(self.folder, self.arguments.save_total_limit, progress.step)
-        finally:
-            for part in parts:
-                part.unlink(missing_ok=True)
+        with self.ranks.raise_on_all():
+            if self.accelerator.is_main_process:
+                write_atomically(self.folder / f"checkpoint-{progress.step}", fill)
+                prune(self.folder, self.arguments.save_total_limit, progress.step)
 
     def restore(self) -> Progress:
         """The progress of `self.checkpoint`; its optimizer, scheduler and reference policy are loaded.
@@ -293,7 +275,7 @@ class Run:
             if (written := state.get(name)) != now:
                 print(f"{folder} was written with {name}={written}, now {now}: results may differ", file=sys.stderr)
         try:
-            self._load(folder, tensors)
+            self._load(tensors)
         except Exception as error:  # of many types: the checkpoint is data
             raise RunError(
                 f"{folder}/{TENSORS} does not fit the model: {type(error).__name__}: {error}; a new run may begin with "
@@ -301,18 +283,13 @@ class Run:
             ) from error
         return progress
 
-    def _load(self, folder: Path, tensors: dict[str, Any]) -> None:
+    def _load(self, tensors: dict[str, Any]) -> None:
         """Set optimizer, scheduler and reference policy to what `save` wrote."""
         if tensors["optimizer"] is not None:
             options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
             set_optimizer_state_dict(self.bare_policy, self.optimizer.optimizer, tensors["optimizer"], options=options)
             check_state_of(self.optimizer)
         self.scheduler.load_state_dict(tensors["scheduler"])
-        if zero_stage(self.accelerator):
-            part = folder / f"optimizer-{self.ranks.index}.pt"
-            load_partition_states(self.optimizer, torch.load(part, map_location="cpu", weights_only=True))
-            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
         if self.reference is not None:
             self.reference.load_state_dict(tensors["reference"])
 
