@@ -105,14 +105,12 @@ def refused(model, data, tmp_path, capfd):
     ({"dataset_name": None}, ["dataset_name is missing"]),
     ({"max_completion_length": 40}, ["max_completion_length=40", "32 positions"]),
     ({"max_completion_length": 28}, ["row 5", "tokens", "the model leaves 4"]),
-    ({"replay": "/no/such/rollouts"}, ["replay=/no/such/rollouts: rollout-000000.jsonl is missing", "3 rollouts"]),
-    ({"replay": "/no/such/rollouts", "dynamic_sampling": "refill"}, ["replay", "refill"]),
     ({"use_bias_correction_kl": True}, ["use_bias_correction_kl=True", "without beta"]),
     ({"beta": 0.1, "ref_model_sync_steps": 3}, ["ref_model_sync_steps=3", "without sync_ref_model"]),
     ({"lora_r": 4}, ["lora_r=4", "without use_peft"]),
     ({"dynamic_sampling": "drop", "dynamic_sampling_max_rounds": 2}, ["dynamic_sampling_max_rounds=2", "refill"]),
     ({"vllm_gpu_memory_utilization": 0.5}, ["vllm_gpu_memory_utilization=0.5", "without use_vllm"]),
-    ({"vllm_importance_sampling_clip_max": 2.0}, ["clip_max=2.0", "without use_vllm or replay"]),
+    ({"vllm_importance_sampling_clip_max": 2.0}, ["clip_max=2.0", "without use_vllm"]),
     ({"eval_steps": 1}, ["eval_steps=1", "eval_dataset_name"]),
     ({"dataset_test_split": "test"}, ["dataset_test_split='test'", "is one split", "eval_dataset_name"]),
     ({"warmup_steps": 5}, ["warmup_steps=5", "a schedule with warm-up"]),
@@ -211,28 +209,6 @@ def test_trackers_that_are_not_installed_or_refuse(refused, tmp_path, monkeypatc
 def test_a_configuration_of_accelerate_that_would_change_the_steps(name, value, words, refused, monkeypatch):
     monkeypatch.setenv(name, value)
     assert words in refused()
-
-
-def test_rollouts_that_do_not_fit(refused, trained):
-    rollouts = trained("source", max_steps=2, save_rollouts=True, top_k=5) / "rollouts"
-    for options, words in (
-        ({"num_generations": 8}, "rollout-000000.jsonl has groups of [4] completions; num_generations=8"),
-        ({"per_device_train_batch_size": 4}, "has 8 completions; the options take 4"),
-        ({"max_steps": 3}, "rollout-000002.jsonl is missing; 3 steps take 3 rollouts"),
-        ({"loss": "eager"}, "truncated samples"),
-        ({"shuffle_dataset": False}, "shuffle_dataset=False has no effect"),
-    ):
-        assert words in refused(**{"max_steps": 2, "replay": rollouts, **options})
-    path = rollouts / "rollout-000001.jsonl"  # not the first one
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for change, words in (
-        ({"logps": None}, "rollout-000001.jsonl has completions without logps"),
-        ({"ids": []}, "no list of token ids"), ({"ids": [32]}, "token ids, 0 to 31"), ({"ids": "12"}, "no list"),
-        ({"logps": [0.0] * 9}, "logps or kept ids of another"), ({"reward": "high"}, "a reward that is no number"),
-        ({"idz": [1]}, "rollout-000001.jsonl, line 1: "),
-    ):  # fmt: skip
-        path.write_text("".join(json.dumps(row | change) + "\n" for row in rows))
-        assert words in refused(max_steps=2, replay=rollouts)
 
 
 def cut_off(name):

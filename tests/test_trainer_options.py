@@ -109,20 +109,20 @@ def test_rewards_of_steps(trained):
     """A completion without a verdict is out; a reward of the whole completion, and the penalty, are the last step's."""
     options = {"reward_funcs": ["training:some_digits", "training:constant"], "step_delimiter": "+", "gamma": 0.5,
                "max_completion_length": 12, "soft_overlong_cache": 2, "per_device_train_batch_size": 32}  # fmt: skip
-    (rollout,) = rollouts(trained(save_rollouts=True, max_steps=1, **options))
-    assert any(len(c["steps"] or []) > 1 for c in rollout)
+    (rollout,) = rollouts(trained(max_steps=1, **options))
+    assert any(len(c.steps or []) > 1 for c in rollout)
     for i, c in enumerate(rollout):
-        assert len(c["advantage"]) == len(c["ids"])
+        assert len(c.advantage) == len(c.ids)
         if i % 4 == 1:
-            assert math.isnan(c["reward"]) and c["steps"] is None and set(c["advantage"]) == {0.0}
+            assert math.isnan(c.reward) and c.steps is None and not c.advantage.any()
             continue
-        assert c["step_ends"][-1] == len(c["ids"]) - 1
-        for first, last in zip([-1, *c["step_ends"]], c["step_ends"], strict=False):
-            assert len(set(c["advantage"][first + 1 : last + 1])) <= 1  # constant within a step
-        assert len(c["steps"]) == len(c["step_ends"]) and sum(c["steps"]) == pytest.approx(c["reward"])
+        assert c.step_ends[-1] == len(c.ids) - 1
+        for first, last in zip([-1, *c.step_ends], c.step_ends, strict=False):
+            assert len(c.advantage[first + 1 : last + 1].unique()) <= 1  # constant within a step
+        assert len(c.steps) == len(c.step_ends) and sum(c.steps) == pytest.approx(c.reward)
         if i % 4 == 2:  # the function of steps does not apply
-            assert c["steps"][:-1] == [0.0] * (len(c["step_ends"]) - 1)
-            assert c["steps"][-1] == pytest.approx(1.0 + c["rewards"]["soft_overlong"])
+            assert c.steps[:-1] == [0.0] * (len(c.step_ends) - 1)
+            assert c.steps[-1] == pytest.approx(1.0 + c.rewards["soft_overlong"])
 
 
 def test_what_reward_functions_log(trained):
@@ -205,10 +205,10 @@ def test_finding_steps_takes_time_that_grows_with_the_tokens():
 def test_soft_overlong_is_dapos_penalty(trained):
     arguments = TrainArguments(max_completion_length=10, soft_overlong_cache=4)
     assert [soft_overlong(n, arguments) for n in (1, 6, 7, 8, 10)] == [0.0, 0.0, -0.25, -0.5, -1.0]
-    folder = trained(max_completion_length=5, soft_overlong_cache=2, save_rollouts=True)
+    folder = trained(max_completion_length=5, soft_overlong_cache=2)
     for c in rollouts(folder)[0]:
-        assert c["rewards"]["soft_overlong"] == [0.0, 0.0, 0.0, -0.5, -1.0][len(c["ids"]) - 1]
-        assert c["reward"] == c["rewards"]["arithmetic"] + c["rewards"]["soft_overlong"]
+        assert c.rewards["soft_overlong"] == [0.0, 0.0, 0.0, -0.5, -1.0][len(c.ids) - 1]
+        assert c.reward == c.rewards["arithmetic"] + c.rewards["soft_overlong"]
 
 
 def test_denominators_count_what_is_scored():
@@ -236,18 +236,6 @@ def test_trackers_get_trls_names(trained, data, monkeypatch):
     # TRL has them all.
     text = Path(grpo_trainer.__file__).read_text()
     assert [name for name in TRL_NAMES.values() if f'"{name}"' not in text] == []
-
-
-def test_a_replay_takes_the_same_steps(trained):
-    """With the groups of equal rewards out of the loss again."""
-    options = {"num_iterations": 2, "max_steps": 5, "beta": 0.1, "per_device_train_batch_size": 32,
-               "dynamic_sampling": "drop"}  # fmt: skip
-    first = trained("a", save_rollouts=True, reward_funcs="training:rare", **options)
-    assert steps(first)[0]["dropped_groups"] > 0
-    for reward in ("training:rare", None):
-        again = trained(f"{reward}", reward_funcs=reward, replay=first / "rollouts",
-                        vllm_importance_sampling_correction=False, **options)  # fmt: skip
-        assert training.same_weights(first, again)
 
 
 def test_what_a_run_leaves_and_says(model, data, tmp_path, capfd):
@@ -292,8 +280,8 @@ def test_a_reward_that_changes_the_working_directory(model, data, tmp_path, monk
     options = {"model": Path("model"), "data": Path("data.jsonl"), "save_steps": 1, "max_steps": 4,
                "reward_funcs": ["away.py:ids", "other.py:zero"], "eval_dataset_name": "data.jsonl"}  # fmt: skip
     for name, further in (
-        ("run", {"save_rollouts": True, "save_total_limit": 9, "teacher_model_name_or_path": "model"}),
-        ("replayed", {"replay": "run/rollouts", "reward_timeout": 9.0}),
+        ("run", {"save_total_limit": 9, "teacher_model_name_or_path": "model"}),
+        ("timed", {"reward_timeout": 9.0}),
         ("resumed", {"resume_from_checkpoint": "run/checkpoint-2", "teacher_model_name_or_path": "model"}),
         ("run", {"resume_from_checkpoint": "auto", "teacher_model_name_or_path": "model"}),
     ):
@@ -394,7 +382,7 @@ def test_two_steps_on_one_rollout_of_the_word_problems(tmp_path):
     given = dict(
         reward_funcs=["gsm8k", "test_trainer_options:vowels"], reward_weights=[1, 0.5], per_device_train_batch_size=4,
         num_iterations=2, max_steps=2, max_completion_length=16, temperature=0.9, beta=0.1, learning_rate=1e-3,
-        save_rollouts=True, per_device_generation_batch_size=3, eval_dataset_name=WORD_PROBLEMS,
+        per_device_generation_batch_size=3, eval_dataset_name=WORD_PROBLEMS,
         eval_max_prompts=3, eval_num_samples=2, correct_at=1.0,  # that of gsm8k: vowels give less
     )  # fmt: skip
     assert run(model, WORD_PROBLEMS, output, **given) == 0

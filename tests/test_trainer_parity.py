@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -22,7 +22,6 @@ from grpo_kernels.trainer import model as policy
 from grpo_kernels.trainer.arguments import parse
 from grpo_kernels.trainer.commands import train as train_command
 from grpo_kernels.trainer.model import load_model
-from grpo_kernels.trainer.rollout import load_rollout, rollout_path, to_lines
 
 TOLERANCE = 1e-5
 STEPS = 6
@@ -31,14 +30,15 @@ COMMON: dict[str, Any] = dict(
     per_device_train_batch_size=8, gradient_accumulation_steps=1, num_iterations=2, num_generations=4,
     max_completion_length=8, max_steps=STEPS, learning_rate=3e-3, lr_scheduler_type="constant", temperature=0.9,
     loss_type="dapo", importance_sampling_level="token", epsilon=0.1, epsilon_high=0.15, scale_rewards="group",
-    use_bias_correction_kl=False, seed=5,
+    use_bias_correction_kl=False, seed=4,  # in which completions of full length have no end, which TRL knows by one id
     adam_epsilon=1e-5,  # gradients that are 0 up to rounding would become steps of the learning rate
 )  # fmt: skip
 
 
-def train(output: Path, **options: Any) -> list[dict[str, Any]]:
-    """The records of log.jsonl, one per step, of a run in this process."""
-    assert train_command(command_line(output, **options)) == 0
+def train(output: Path, rollouts: Path | None = None, **options: Any) -> list[dict[str, Any]]:
+    """The records of log.jsonl, one per step, of a run in this process. rollouts: a run whose completions it takes."""
+    with training.replayed(rollouts) if rollouts else contextlib.nullcontext():
+        assert train_command(command_line(output, **(REPLAYED if rollouts else {}) | options)) == 0
     return training.steps(output)
 
 
@@ -47,31 +47,30 @@ def command_line(output: Path, *, family: str = "llama", **options: Any) -> list
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in trl_parity.prompts()["prompt"]))
     own = dict(
         output_dir=output, model_name_or_path=trl_parity.saved_model(family), dataset_name=data, use_cpu=True,
-        save_steps=0, disable_tqdm=True, vllm_importance_sampling_correction=False,
+        save_steps=0, disable_tqdm=True, reward_funcs="trl_parity:reward",
     )  # fmt: skip
     return [f"--{name}={value}" for name, value in {**COMMON, **own, **options}.items() if value is not None]
 
 
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory) -> Path:
-    """A folder of rollouts, sampled and scored by the trainer: groups of 4, some completions without an end."""
+    """A run with rollouts of groups of 4, some completions without an end."""
     output = tmp_path_factory.mktemp("rollouts") / "run"
-    # A seed whose completions of full length have no end: TRL knows one id that ends, and takes others for truncated.
-    train(output, save_rollouts=True, num_iterations=1, reward_funcs="trl_parity:reward", seed=4)
-    rows = [row for i in range(STEPS) for row in load_rollout(output / "rollouts", i)]
+    train(output, num_iterations=1)
+    rows = [row for rollout in training.rollouts(output) for row in rollout]
     assert {row.ended for row in rows} == {True, False}
     assert len({len(row.prompt_ids) for row in rows}) > 1 and len({len(row.ids) for row in rows}) > 3
-    return output / "rollouts"
+    return output
 
 
 def train_trl(output: Path, rollouts: Path, *, family: str = "llama", **options: Any) -> list[dict[str, Any]]:
     """What TRL's trainer logs for each step, where a rollout is what `rollouts` holds."""
     from trl import GRPOTrainer
 
-    numbers = itertools.count()
+    saved_rollouts = iter(training.rollouts(rollouts))
 
     def replayed(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        rows = load_rollout(rollouts, next(numbers))
+        rows = next(saved_rollouts)
         assert len(rows) == len(prompts)
         return {
             "prompt_ids": [row.prompt_ids for row in rows],
@@ -108,6 +107,7 @@ def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any
     )
 
 
+REPLAYED = dict(use_vllm=True, vllm_importance_sampling_correction=False)
 _TWO_PASSES = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
 _NO_CLIPPING = dict(epsilon=None, epsilon_high=None)
 _CORRECTED = dict(vllm_importance_sampling_correction=True, vllm_importance_sampling_clip_max=1.05)
@@ -147,7 +147,7 @@ def test_steps_on_saved_rollouts_equal_trls(case, rollouts, tmp_path, monkeypatc
     shared, forward = set(), policy.fused_forward
     monkeypatch.setattr(policy, "fused_forward", lambda *a, **b: (shared.add(b["share_prompts"]), forward(*a, **b))[1])
     expected = train_trl(tmp_path / "trl", rollouts, **CASES[case])
-    found = train(tmp_path / "own", replay=rollouts, **CASES[case])
+    found = train(tmp_path / "own", rollouts, **CASES[case])
     assert largest_difference(found, expected) < TOLERANCE
     assert sum(record["grad_norm"] > 0.01 for record in found) >= STEPS / 2
     assert shared == {"share_prompts" in CASES[case]}
@@ -155,18 +155,23 @@ def test_steps_on_saved_rollouts_equal_trls(case, rollouts, tmp_path, monkeypatc
         assert max(record["clip_ratio/region"] for record in found) > 0.05  # ratios leave the clip range
 
 
+UNSCORED = [(1,), (0, 6, 7), (4, 5, 6, 7)]
+
+
+def some(completion_ids, trainer_state, **columns):
+    """The reward of the rollouts, but for some completions of a group, and in another rollout a whole group."""
+    left = UNSCORED[trainer_state.global_step % 3]
+    return [None if i in left else x for i, x in enumerate(trl_parity.reward(completion_ids))]
+
+
 def test_steps_with_unscored_completions_equal_trls(rollouts, tmp_path):
-    """Some completions of a group without a reward, and in another rollout a whole group."""
-    changed = tmp_path / "rollouts"
-    changed.mkdir()
-    for index in range(STEPS):
-        rows = load_rollout(rollouts, index)
-        for i in [(1,), (0, 6, 7), (4, 5, 6, 7)][index % 3]:
+    for index, rows in enumerate(training.rollouts(rollouts)):
+        for i in UNSCORED[index % 3]:
             rows[i].reward = math.nan
-        rollout_path(changed, index).write_text(to_lines(rows))
+        training.write_rollout(tmp_path / "changed", index, rows)
     options = dict(loss_type="grpo", num_iterations=1, **_TWO_PASSES)
-    expected = train_trl(tmp_path / "trl", changed, **options)
-    found = train(tmp_path / "own", replay=changed, **options)
+    expected = train_trl(tmp_path / "trl", tmp_path / "changed", **options)
+    found = train(tmp_path / "own", rollouts, reward_funcs="test_trainer_parity:some", **options)
     assert [record["unscored"] for record in found[:3]] == [1, 3, 4]
     assert largest_difference(found, expected) < TOLERANCE
 
@@ -214,28 +219,27 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {  # exit status and options
 @pytest.mark.slow
 def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollouts, model, data, tmp_path):
     """All runs share one torchrun."""
-    short = dict(replay=rollouts, max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
+    short = dict(max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
     one = {name: short | options for name, options in PROCESSES.items()}
     # A checkpoint in the middle of a rollout, with a reference policy that has moved.
-    saved = dict(num_generations=8, save_rollouts=True, reward_funcs="trl_parity:reward", save_steps=3,
-                 save_total_limit=9, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2,
-                 lr_scheduler_type="linear", **_TWO_PASSES)  # fmt: skip
+    saved = dict(num_generations=8, save_steps=3, save_total_limit=9, beta=0.1, sync_ref_model=True,
+                 ref_model_sync_steps=2, lr_scheduler_type="linear", **_TWO_PASSES)  # fmt: skip
     jobs = []
     for kind, (own, compared) in KINDS.items():
         resumed = dict(saved, resume_from_checkpoint=tmp_path / f"{kind}, saved" / "checkpoint-3")
-        cases = {name: one[name] for name in compared} | {"saved": saved, "resumed": resumed}
+        cases = {name: REPLAYED | one[name] for name in compared} | {"saved": saved, "resumed": resumed}
         for name, options in cases.items():
             argv = command_line(tmp_path / f"{kind}, {name}", **{**options, **_HALF, **own})
-            jobs.append({"name": f"{kind}, {name}", "argv": argv})
+            jobs.append({"name": f"{kind}, {name}", "argv": argv, "replay": str(rollouts) if name in one else None})
     low = dict(_HALF, fsdp=True, dtype="bfloat16", learning_rate=1e-6)
     for name, resume in (("bfloat16", None), ("bfloat16, resumed", tmp_path / "bfloat16" / "checkpoint-3")):
         argv = command_line(tmp_path / name, **{**saved, **low, "resume_from_checkpoint": resume})
-        jobs.append({"name": name, "argv": argv})
+        jobs.append({"name": name, "argv": argv, "replay": None})
     for name, (_, options) in ENDS.items():
         held_out = training.make_data(tmp_path / "three.jsonl", rows=3) if name == "three held out" else None
         argv = training.arguments(model, data, tmp_path / name, **FOUR_STEPS | options, eval_dataset_name=held_out)
         argv.remove("--use-cpu")  # which a machine without a GPU does not need
-        jobs.append({"name": name, "argv": argv})
+        jobs.append({"name": name, "argv": argv, "replay": None})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     said = trl_parity.two_processes(str(Path(__file__).with_name("trainer_ranks.py")), str(tmp_path))
     statuses = {job["name"]: 0 for job in jobs} | {name: status for name, (status, _) in ENDS.items()}
@@ -251,7 +255,7 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         assert all(torch.equal(x, states[1][name][key]) for key, x in state.items()), name
     assert weights_differ(tmp_path / "bfloat16", tmp_path / "bfloat16, resumed") == 0.0
     for name, options in one.items():
-        expected = train(tmp_path / f"one, {name}", **options)
+        expected = train(tmp_path / f"one, {name}", rollouts, **options)
         for folder in (tmp_path / f"{kind}, {name}" for kind, (_, compared) in KINDS.items() if name in compared):
             check_steps(folder, expected)
             assert weights_differ(folder, tmp_path / f"one, {name}") < TOLERANCE, folder
@@ -313,8 +317,7 @@ def weights_differ(found: Path, expected: Path) -> float:
 def check_sampled(output: Path) -> None:
     """Two ranks sampled one prompt: not the same completions, and from the distribution that the loss scores."""
     records = training.steps(output)
-    for index in range(STEPS // 2):
-        rows = load_rollout(output / "rollouts", index)
+    for index, rows in enumerate(training.rollouts(output)):
         assert [row.ids for row in rows[:4]] != [row.ids for row in rows[4:]]
         assert {tuple(row.prompt_ids) for row in rows} == {tuple(rows[0].prompt_ids)}
         assert records[2 * index]["log_ratio_first_max"] == 0.0

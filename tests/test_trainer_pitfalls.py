@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 
 import pytest
 import torch
+import training
 from training import rollouts, steps
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
@@ -23,8 +23,8 @@ def test_pitfall_03_a_generation_config_has_no_say_in_sampling_and_is_saved(mode
     settings = GenerationConfig(do_sample=True, top_k=2, top_p=0.3, temperature=0.2, repetition_penalty=5.0)
     settings.pad_token_id = settings.eos_token_id = 0
     settings.save_pretrained(hostile)
-    a, b = trained("a", model_name_or_path=hostile, save_rollouts=True), trained("b", save_rollouts=True)
-    assert [c["ids"] for c in rollouts(a)[0]] == [c["ids"] for c in rollouts(b)[0]]
+    a, b = trained("a", model_name_or_path=hostile), trained("b")
+    assert [c.ids for c in rollouts(a)[0]] == [c.ids for c in rollouts(b)[0]]
     assert steps(a)[0]["rollout_mismatch/max"] < 1e-4
     assert GenerationConfig.from_pretrained(a / "model").top_k == 2
 
@@ -32,11 +32,11 @@ def test_pitfall_03_a_generation_config_has_no_say_in_sampling_and_is_saved(mode
 def test_pitfall_04_the_loss_has_the_temperature_of_sampling(trained):
     """And scores the ids that truncated sampling kept."""
     options = {"top_p": 0.7, "top_k": 6, "temperature": 0.6, "num_iterations": 2, "max_steps": 2}
-    folder = trained(save_rollouts=True, reward_funcs="training:length", **options)
+    folder = trained(reward_funcs="training:length", **options)
     first, second = steps(folder)
     assert first["rollout_mismatch/max"] < 1e-4  # against the logits that were sampled from
     assert first["ratio/min"] == first["ratio/max"] == 1.0 != second["ratio/max"]
-    assert all(1 <= len(ids) <= 6 for c in rollouts(folder)[0] for ids in c["kept"])
+    assert all(1 <= len(ids) <= 6 for c in rollouts(folder)[0] for ids in c.kept)
 
 
 def test_pitfall_06_20_masks_go_by_position_every_end_ends_and_what_was_sampled_is_trained(model, trained, tmp_path):
@@ -44,18 +44,18 @@ def test_pitfall_06_20_masks_go_by_position_every_end_ends_and_what_was_sampled_
     the ids again would change them."""
     two_ends = shutil.copytree(model, tmp_path / "model")
     GenerationConfig(eos_token_id=[0, 5], pad_token_id=0).save_pretrained(two_ends)
-    folder = trained(model_name_or_path=two_ends, save_rollouts=True, max_steps=1, max_completion_length=20)
+    folder = trained(model_name_or_path=two_ends, max_steps=1, max_completion_length=20)
     (rollout,), (record,) = rollouts(folder), steps(folder)
-    assert {c["ids"][-1] for c in rollout if c["ended"]} == {0, 5}
-    assert all(not {0, 5} & set(c["ids"][:-1]) for c in rollout)
-    assert record["completions/clipped_ratio"] == sum(not c["ended"] for c in rollout) / len(rollout)
-    assert record["num_tokens"] == sum(len(c["ids"]) for c in rollout)  # the end is a token of the loss
+    assert {c.ids[-1] for c in rollout if c.ended} == {0, 5}
+    assert all(not {0, 5} & set(c.ids[:-1]) for c in rollout)
+    assert record["completions/clipped_ratio"] == sum(not c.ended for c in rollout) / len(rollout)
+    assert record["num_tokens"] == sum(len(c.ids) for c in rollout)  # the end is a token of the loss
     assert record["rollout_mismatch/max"] < 1e-4
 
-    rows = [Completion(0, "", [1, 2, 3][: 1 + i % 3], {}, c["ids"], c["ended"]) for i, c in enumerate(rollout)]
+    rows = [Completion(0, "", [1, 2, 3][: 1 + i % 3], {}, c.ids, c.ended) for i, c in enumerate(rollout)]
     inputs = model_inputs(rows, TrainArguments(max_completion_length=20), 0, "cpu")
     found = [ids[mask].tolist() for ids, mask in zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)]
-    assert found == [c["ids"] for c in rollout]
+    assert found == [c.ids for c in rollout]
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert any(tokenizer(tokenizer.decode(ids))["input_ids"] != ids for ids in found)
 
@@ -103,29 +103,33 @@ def test_pitfall_09_old_log_probabilities_take_the_path_of_the_updates(trained):
 
 def test_pitfall_10_the_distance_to_the_sampling_policy_is_logged_and_corrected(trained):
     options = {"reward_funcs": "training:length", "max_steps": 1}
-    replay = trained("source", save_rollouts=True, **options) / "rollouts"
-    path = replay / "rollout-000000.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:  # as if the engine had sampled from another policy
-        row["logps"] = [x - 0.5 for x in row["logps"]]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (on,) = steps(trained("on", replay=replay, vllm_importance_sampling_mode="token_truncate",
-                          vllm_importance_sampling_clip_max=1.2, **options))  # fmt: skip
-    (off,) = steps(trained("off", replay=replay, vllm_importance_sampling_correction=False, **options))
+    (rollout,) = rollouts(source := trained("source", **options))
+    for c in rollout:  # as if the engine had sampled from another policy
+        c.logps -= 0.5
+    training.write_rollout(source, 0, rollout)
+    corrections = {
+        "on": {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2},
+        "off": {"vllm_importance_sampling_correction": False},
+    }
+    found = []
+    for name, correction in corrections.items():
+        with training.replayed(source):
+            found += steps(trained(name, use_vllm=True, **correction, **options))
+    on, off = found
     assert on["rollout_mismatch/max"] == pytest.approx(0.5, abs=1e-4) == off["rollout_mismatch/max"]
     assert on["rollout_weight/mean"] == pytest.approx(1.2) and on["rollout_ess"] == pytest.approx(1.0)
     assert on["grad_norm"] == pytest.approx(1.2 * off["grad_norm"], rel=1e-4) and "rollout_weight/mean" not in off
 
 
 def test_pitfall_11_completions_without_a_verdict_are_out_of_baseline_and_gradient(trained, capfd):
-    folder = trained(reward_funcs="training:sometimes_nan", save_rollouts=True, logging_samples=8)
+    folder = trained(reward_funcs="training:sometimes_nan", logging_samples=8)
     rollout = rollouts(folder)[0]
     for first in range(0, len(rollout), 4):
         group = rollout[first : first + 4]
-        assert math.isnan(group[1]["reward"]) and group[1]["advantage"] == 0.0
-        scored = torch.tensor([group[i]["reward"] for i in (0, 2, 3)])
+        assert math.isnan(group[1].reward) and group[1].advantage == 0.0
+        scored = torch.tensor([group[i].reward for i in (0, 2, 3)])
         expected = (scored - scored.mean()) / (scored.std() + 1e-4)
-        torch.testing.assert_close(torch.tensor([group[i]["advantage"] for i in (0, 2, 3)]), expected)
+        torch.testing.assert_close(torch.tensor([group[i].advantage for i in (0, 2, 3)]), expected)
     assert steps(folder)[0]["unscored"] == len(rollout) // 4
     samples = (folder / "samples.jsonl").read_text()
     assert '"reward": null' in samples and "NaN" not in samples  # which JSON lacks
@@ -150,13 +154,13 @@ def test_pitfall_15_dynamic_sampling_that_never_fills_ends(trained):
 def test_pitfall_15_groups_of_equal_rewards_are_out_of_the_loss(trained, mode):
     options = {"per_device_train_batch_size": 32, "dynamic_sampling": mode, "reward_funcs": "training:rare"}
     rounds = {"dynamic_sampling_max_rounds": 2} if mode == "refill" else {}
-    folder = trained(save_rollouts=True, max_steps=1, **options, **rounds)
+    folder = trained(max_steps=1, **options, **rounds)
     (rollout,), (record,) = rollouts(folder), steps(folder)
     groups = [rollout[i : i + 4] for i in range(0, len(rollout), 4)]
-    useful = [g for g in groups if len({c["reward"] for c in g}) > 1]
-    assert useful and all(g[0]["dropped"] == (g not in useful) for g in groups)
+    useful = [g for g in groups if len({c.reward for c in g}) > 1]
+    assert useful and all(g[0].dropped == (g not in useful) for g in groups)
     assert record["dropped_groups"] == len(groups) - len(useful)
-    assert record["num_tokens"] == sum(len(c["ids"]) for g in useful for c in g)
+    assert record["num_tokens"] == sum(len(c.ids) for g in useful for c in g)
     assert record.get("refill_rounds") == (1 if mode == "refill" else None)
 
 
@@ -175,11 +179,11 @@ def test_pitfall_18_the_reference_of_a_continued_adapter_is_its_start(model, tra
     assert steps(again)[0]["kl"] == 0.0
     first_logps = {}
     for name, start in (("c", first / "model"), ("d", merged)):
-        more = {"model_name_or_path": start, "reward_funcs": "training:length", "save_rollouts": True, "save_steps": 1}
+        more = {"model_name_or_path": start, "reward_funcs": "training:length", "save_steps": 1}
         again = trained(name, **options, **more)
         kl = [r["kl"] for r in steps(again)]
         assert kl[0] == 0.0 < kl[1]
-        first_logps[name] = torch.tensor([x for c in rollouts(again)[0] for x in c["logps"]])
+        first_logps[name] = torch.cat([c.logps for c in rollouts(again)[0]])
     torch.testing.assert_close(first_logps["c"], first_logps["d"], atol=1e-4, rtol=0)
     resumed = trained("e", **options, **more | {"model_name_or_path": first / "model"},
                       resume_from_checkpoint=tmp_path / "c" / "checkpoint-1")  # fmt: skip

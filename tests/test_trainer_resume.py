@@ -86,14 +86,6 @@ def test_pitfall_01_02_resuming_after_any_step_gives_the_same_bits(step, model, 
     assert (whole / "samples.jsonl").read_text() == (output / "samples.jsonl").read_text()
 
 
-def test_a_replay_that_goes_on_inside_of_a_rollout_gives_the_same_bits(trained):
-    """Its loss needs the log-probabilities of the policy that sampled."""
-    replay = trained("source", max_steps=2, save_rollouts=True) / "rollouts"
-    options = {"replay": replay, "num_iterations": 2, "max_steps": 4, "save_steps": 1}
-    whole = trained("whole", **options, save_total_limit=9)
-    assert same_weights(whole, trained("resumed", **options, resume_from_checkpoint=whole / "checkpoint-1"))
-
-
 def test_pitfall_02_the_test_of_random_numbers_can_fail(model, data, whole, output, monkeypatch):
     monkeypatch.setattr("grpo_kernels.trainer.rollout.set_seed", lambda seed: None)
     assert resumed_after(4, model, data, output) == 0
@@ -427,7 +419,7 @@ def test_pitfall_19_a_full_disk_keeps_what_was_there(disk, model, data, output, 
     assert not (output / "checkpoint-6").exists() and not list(output.glob(".*"))
 
 
-@pytest.mark.parametrize("name", ["log.jsonl", "samples.jsonl", "rollouts/rollout-000000.jsonl", "config.json"])
+@pytest.mark.parametrize("name", ["log.jsonl", "samples.jsonl", "config.json"])
 def test_a_full_disk_names_the_file(name, model, data, tmp_path, monkeypatch, capfd):
     opened, written, file = Path.open, Path.write_text, tmp_path / "run" / name
 
@@ -437,7 +429,7 @@ def test_a_full_disk_names_the_file(name, model, data, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(Path, "open", lambda path, mode="r", **options: opened(device(path, mode), mode, **options))
     monkeypatch.setattr(Path, "write_text", lambda path, text, **options: written(device(path), text, **options))
-    assert run(model, data, tmp_path / "run", save_rollouts=True) == (2 if name == "config.json" else 1)
+    assert run(model, data, tmp_path / "run") == (2 if name == "config.json" else 1)
     assert f"grpo-kernels train: {file} could not be written: No space left on device\n" in capfd.readouterr().err
 
 

@@ -154,15 +154,13 @@ def test_a_run_without_a_cache_that_can_be_used_says_so(family, model, data, tmp
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_cache if family == "llama" else LLAMA)
     folder = shutil.copytree(model, tmp_path / "model")
     tiny_model(family).save_pretrained(folder)
-    options = {"reward_funcs": "training:length", "num_iterations": 2, "save_rollouts": True, "eval_dataset_name": data}
+    options = {"reward_funcs": "training:length", "num_iterations": 2, "eval_dataset_name": data}
     assert run(folder, data, tmp_path / "run", **options) == 0
     name = "OpenAIGPTLMHeadModel" if family == "openai-gpt" else "LlamaForCausalLM"
     assert capfd.readouterr().err.count(f"{name} is sampled without a cache (it") == 1
     lm = AutoModelForCausalLM.from_pretrained(folder)
     for c in training.rollouts(tmp_path / "run")[0]:
-        torch.testing.assert_close(
-            torch.tensor(c["logps"]), own_logps(lm, c["prompt_ids"], c["ids"]), atol=1e-4, rtol=0
-        )
+        torch.testing.assert_close(c.logps, own_logps(lm, c.prompt_ids, c.ids), atol=1e-4, rtol=0)
     words = ["evaluate", str(tmp_path / "run"), "--max-prompts", "1", "--reward-funcs", "training:length"]
     assert main(words) == 0 and f"{name} is sampled without a cache (it" in capfd.readouterr().err
 
@@ -292,7 +290,7 @@ def without_a_check(self, task, **inputs):
 ])  # fmt: skip
 def test_vllm_samples_from_the_weights_after_each_update(options, data, trained, monkeypatch):
     monkeypatch.setattr(Policy, "forward", without_a_check)
-    given = {"use_vllm": True, "reward_funcs": "training:length", "max_steps": 4, "save_rollouts": True,
+    given = {"use_vllm": True, "reward_funcs": "training:length", "max_steps": 4,
              "eval_dataset_name": data, "eval_max_prompts": 2, **options}  # fmt: skip
     folder = trained(**given)
     records, (engine,) = steps(folder), Engine.made
@@ -303,7 +301,7 @@ def test_vllm_samples_from_the_weights_after_each_update(options, data, trained,
     assert ("sampling_mask/kept_mass" in records[0]) == engine.masks == ("top_k" in options)
     assert engine.given == ((20, True, 16) if "vllm_kwargs" in options else (None, False, None))
     rollout = training.rollouts(folder)[0]
-    assert len({tuple(c["ids"]) for c in rollout[:4]}) > 1  # pitfall 17: each completion has a seed of its own
+    assert len({tuple(c.ids) for c in rollout[:4]}) > 1  # pitfall 17: each completion has a seed of its own
     between = engine.settings[10:-10]  # the evaluations, each of 2 prompts and 5 completions
     assert len({how.seed for how in between}) == len(between) == 8 * len(first)
     assert {how.temperature for how in engine.settings} == {options.get("temperature", 1.0)}

@@ -2,12 +2,13 @@
 
     torchrun --nproc_per_node 2 trainer_ranks.py FOLDER
 
-FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...]}. Rank r writes FOLDER/rank-r.json: for each name the
-exit status, or the error with its type.
+FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...], "replay": a folder of rollouts, or null}. Rank r writes
+FOLDER/rank-r.json: for each name the exit status, or the error with its type.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -50,7 +51,7 @@ def signals_rank_1(prompts, completions, completion_ids, **columns):
     return training.length(prompts, completions, completion_ids)
 
 
-class Trainer(commands.Trainer):
+class Trainer(training.Recorder):
     def __init__(self, run):
         assert run.ranks.count == 2
         assert isinstance(run.policy, FSDPModule) is run.arguments.fsdp
@@ -64,9 +65,10 @@ class Trainer(commands.Trainer):
         return super()._clip()
 
 
-def run(argv: list[str]) -> int | str:
+def run(argv: list[str], replay: str | None) -> int | str:
     try:
-        return commands.train(argv)
+        with training.replayed(Path(replay)) if replay else contextlib.nullcontext():
+            return commands.train(argv)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -82,7 +84,7 @@ def main() -> None:
     PartialState.destroy_process_group = lambda self, group=None: None  # a run ends with it; here all use one group
     folder, seen = Path(sys.argv[1]), {}
     for job in json.loads((folder / "jobs.json").read_text()):
-        seen[job["name"]] = run(job["argv"])
+        seen[job["name"]] = run(job["argv"], job["replay"])
     (folder / f"rank-{RANK}.json").write_text(json.dumps(seen))
     torch.distributed.barrier()
     sys.stdout.flush()

@@ -8,16 +8,25 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from grpo_kernels.trainer import commands
 from grpo_kernels.trainer.arithmetic import start_model
-from grpo_kernels.trainer.commands import train
+from grpo_kernels.trainer.files import write_text
+from grpo_kernels.trainer.loop import Trainer
+from grpo_kernels.trainer.rollout import Completion, Sampled, from_lines, to_lines
 
 HERE = Path(__file__).parent
 # Of processes that import these files.
@@ -57,7 +66,7 @@ def run(model: Path, data: Path, output: Path, **options: Any) -> int:
     """A run in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)  # accelerate has one state per process
     torch.set_num_threads(1)  # products this small gain nothing from threads
-    return train(arguments(model, data, output, **options))
+    return commands.train(arguments(model, data, output, **options))
 
 
 def records(output: Path, name: str) -> list[dict[str, Any]]:
@@ -71,9 +80,52 @@ def steps(output: Path) -> list[dict[str, Any]]:
     return records(output, "loss")
 
 
-def rollouts(output: Path) -> list[list[dict[str, Any]]]:
-    paths = sorted((output / "rollouts").glob("rollout-*.jsonl"))
-    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+class Recorder(Trainer):
+    """Writes each rollout into the output folder."""
+
+    def collect(self) -> None:
+        super().collect()
+        if self.run.accelerator.is_main_process:
+            write_rollout(self.run.folder, self.progress.rollout_index, self.progress.rollout)
+
+
+commands.Trainer = Recorder
+
+
+def rollouts(output: Path) -> list[list[Completion]]:
+    """Those of a run, or of `write_rollout`."""
+    return [from_lines(path) for path in sorted((output / "rollouts").glob("*.jsonl"))]
+
+
+def write_rollout(output: Path, index: int, rollout: list[Completion]) -> None:
+    write_text(output / "rollouts" / f"{index:03d}.jsonl", to_lines(rollout))
+
+
+class Replay:
+    """Stands in for vLLM's engine: its completions are those of rollouts in a folder, one after another."""
+
+    def __init__(self, folder: Path):
+        self.rollouts = iter(rollouts(folder))
+
+    def sample(self, lm: Any, prompts: Any, *, greedy: bool, step: int, ends: Any) -> list[Sampled]:
+        first = int(os.environ.get("RANK", "0")) * len(prompts)
+        rows = next(self.rollouts)[first : first + len(prompts)]
+        assert [row.prompt_ids for row in rows] == list(prompts)
+        return [Sampled(row.ids, row.ended, row.logps, row.kept) for row in rows]
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def replayed(folder: Path) -> Iterator[None]:
+    """Within it a run with use_vllm samples what this folder holds."""
+    module = ModuleType("vllm")
+    module.__spec__ = ModuleSpec("vllm", None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "vllm", module)
+        patched.setattr("grpo_kernels.trainer.run.VLLM", lambda *_: Replay(folder))
+        yield
 
 
 def same_weights(a: Path, b: Path) -> bool:

@@ -75,7 +75,6 @@ DEMO = {**ARITHMETIC_RUN, "output_dir": "grpo-demo"}
 GROUPS = {
     "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": "rewards",
     "num_generations": "sampling", "use_vllm": "vLLM", "dynamic_sampling": "sampling",
-    "save_rollouts": "saving", "replay": "sampling",
     "per_device_train_batch_size": "optimisation", "loss": "loss", "learning_rate": "optimisation",
     "eval_steps": "evaluation", "save_steps": "saving", "logging_steps": "logging", "seed": "run",
     "disable_tqdm": "logging",
@@ -175,8 +174,6 @@ class TrainArguments:
         "off", "groups of equal rewards: kept (off), left out, or replaced by those of other prompts"
     )
     dynamic_sampling_max_rounds: Count = _option(4, "rounds of sampling of one rollout, at most")
-    save_rollouts: bool = _option(False, "write each rollout to output_dir/rollouts")
-    replay: str | None = _option(None, "train on the rollouts in this folder instead of sampling")
     per_device_generation_batch_size: Count | None = _option(None, "completions sampled at once; default: a rollout's")
 
     # batches
@@ -249,10 +246,6 @@ class TrainArguments:
         """Optimizer steps on a rollout."""
         return self.num_iterations * self.passes_per_rollout // self.gradient_accumulation_steps
 
-    @property
-    def num_rollouts(self) -> int:
-        return -(-self.max_steps // self.steps_per_rollout)
-
     def rows_per_step(self, num_processes: int) -> int:
         """Completions of an optimizer step, those of all processes together."""
         return self.per_device_train_batch_size * num_processes * self.gradient_accumulation_steps
@@ -267,15 +260,13 @@ class TrainArguments:
 
     @property
     def corrects(self) -> bool:
-        """Whether another engine or policy sampled, so that its log-probabilities weight the loss."""
-        return self.vllm_importance_sampling_correction and (self.use_vllm or self.replay is not None)
+        """Whether another engine sampled, so that its log-probabilities weight the loss."""
+        return self.vllm_importance_sampling_correction and self.use_vllm
 
     @property
     def distills_only(self) -> bool:
         """Whether the loss is the divergence to the teacher alone."""
-        return self.teacher_model_name_or_path is not None and (
-            self.distill_only or not (self.reward_funcs or self.replay)
-        )
+        return self.teacher_model_name_or_path is not None and (self.distill_only or not self.reward_funcs)
 
     @property
     def held_out_name(self) -> str | None:
@@ -289,7 +280,7 @@ class TrainArguments:
     def with_absolute_paths(self) -> TrainArguments:
         """The same options, whatever the working directory becomes: a reward function may change it."""
         paths: dict[str, Any] = {"output_dir": str(Path(self.output_dir).absolute())}
-        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name", "replay"):
+        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
             if (path := getattr(self, name)) is not None and Path(path).exists():
                 paths[name] = str(Path(path).absolute())
         return dataclasses.replace(self, **paths)
@@ -398,12 +389,10 @@ class TrainArguments:
              "is the generated arithmetic task"),
             (a.answer_column == a.prompt_column,
              f"the column {a.answer_column!r} is named by prompt_column and answer_column"),
-            (not a.reward_funcs and a.replay is None and not teaches,
+            (not a.reward_funcs and not teaches,
              "reward_funcs is empty; expected names of built-in rewards, module:function, or path/file.py:function"),
             (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
-            (a.replay is not None and (a.use_vllm or a.dynamic_sampling == "refill"),
-             "replay takes rollouts from a folder: use_vllm and dynamic_sampling='refill' do not apply"),
             (a.vllm_tensor_parallel_size > 1,
              f"vllm_tensor_parallel_size={a.vllm_tensor_parallel_size}; expected 1: each process samples prompts of "
              "its own with an engine on its own GPU"),
@@ -425,7 +414,6 @@ class TrainArguments:
             yield is_one_split(data) and a.is_given(name), f"{name}={getattr(a, name)!r}: {data} is one split{other}"
         arithmetic = a.model_name_or_path is None
         held_out = arithmetic or a.dataset_test_split or a.eval_dataset_name
-        sampling = "sampling, and replay is given"
         for needed, present, names in (
             ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "sync_ref_model")),
             ("sync_ref_model", a.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
@@ -436,9 +424,9 @@ class TrainArguments:
             ("loss=fused", a.loss == "fused", ("sparse_backward",)),
             ("use_vllm", a.use_vllm, VLLM_OPTIONS),
             ("sampling by transformers", not a.use_vllm, ("per_device_generation_batch_size",)),
-            ("use_vllm or replay, and vllm_importance_sampling_correction", a.corrects,
+            ("use_vllm and vllm_importance_sampling_correction", a.corrects,
              ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")),
-            ("old or rollout log-probabilities (num_iterations, steps_per_generation, replay, use_vllm)",
+            ("old or rollout log-probabilities (num_iterations, steps_per_generation, use_vllm)",
              a.steps_per_rollout > 1 or a.corrects, ("off_policy_mask_threshold",)),
             ("dataset_test_split or eval_dataset_name", held_out,
              ("eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at")),
@@ -446,8 +434,6 @@ class TrainArguments:
              ("reward_weights", "reward_timeout", "reward_pattern", "soft_overlong_cache", "step_delimiter",
               "dataset_test_split", "eval_dataset_name")),
             ("the reward 'code'", "code" in a.reward_funcs, ("code_partial_credit",)),
-            (sampling, a.replay is None or held_out, ("top_p", "top_k", "min_p", "per_device_generation_batch_size")),
-            (sampling, a.replay is None, ("shuffle_dataset",)),
             ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
             ("a schedule with warm-up", arithmetic or a.lr_scheduler_type != "constant", ("warmup_steps",)),
             ("a schedule that takes arguments", not a.lr_scheduler_type.startswith("constant"),

@@ -125,7 +125,7 @@ def dry_run(arguments: TrainArguments) -> int:
     with tempfile.TemporaryDirectory() as folder:
         (shared,) = broadcast_object_list([folder])  # that of the first process
         run = Run(dataclasses.replace(
-            arguments, output_dir=str(Path(shared) / "run"), resume_from_checkpoint=None, save_rollouts=False,
+            arguments, output_dir=str(Path(shared) / "run"), resume_from_checkpoint=None,
             disable_tqdm=True, logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
@@ -141,7 +141,7 @@ def _one_step(run: Run) -> None:
     model, processes = a.model_name_or_path or ARITHMETIC_MODEL, run.ranks.count
     print(f"model      {model}, {processes} {'process' if processes == 1 else 'processes'}, {device}")
     print(f"data       {counted(len(run.prompts), 'prompt')}, {len(run.held_out):,} held out")
-    print(f"rewards    {', '.join(run.rewards.names) if run.rewards else 'those of the replayed rollouts'}")
+    print(f"rewards    {', '.join(run.rewards.names) if run.rewards else 'none'}")
     before = restart_peak(device)
     trainer, begin = Trainer(run), time.perf_counter()
     run.log.start(0, {})

@@ -36,7 +36,7 @@ from .records import counted
 from .report import write_report
 from .rewards import RewardBatch
 from .rewards.scoring import Failure
-from .rollout import Completion, infer, load_replay, rollout_path, to_lines
+from .rollout import Completion, infer
 from .run import ENDS_UNSAVED, Run
 from .tasks import ARITHMETIC_MODEL
 
@@ -91,12 +91,12 @@ class Trainer:
     # --- rollout ------------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Sample or load the next rollout, score it, and compute what its updates need."""
+        """Sample the next rollout, score it, and compute what its updates need."""
         a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
         run.log.phase("sampling")
         self.seconds, self.metrics, p.rollout_numbers = {"rewards": 0.0}, {}, {}
-        rollout = self._replayed() if a.replay else self._sampled()
+        rollout = self._sampled()
         if p.rollout_index == 0 and all(c.steps is None for c in rollout):
             for name in ("gamma", "step_delimiter"):
                 if a.is_given(name):
@@ -112,22 +112,12 @@ class Trainer:
         run.log.phase("updates")
         self._score_under_policies(rollout)
         p.rollout, p.used = rollout, 0
-        if a.save_rollouts and run.accelerator.is_main_process:
-            write_text(rollout_path(run.folder / "rollouts", p.rollout_index), to_lines(rollout))
         self.seconds["rollout"] = time.perf_counter() - begin - self.seconds["rewards"]
         p.rollout_numbers |= rollout_record(rollout, a.num_generations)
         if a.distills_only:  # rewards are no signal
             for name in ("zero_gradient_groups", *(() if run.rewards else ("unscored",))):
                 p.rollout_numbers.pop(name)
         self._log_samples()
-
-    def _replayed(self) -> list[Completion]:
-        rollout = load_replay(self.arguments, self.progress.rollout_index, self.ranks.count, self.run.vocab_size)
-        if self.run.rewards is not None:
-            own = self.ranks.share(rollout)
-            self._score(own)
-            rollout = self.ranks.gather(own)
-        return rollout
 
     def _sampled(self) -> list[Completion]:
         """A rollout, and where it is refilled, of several rounds."""

@@ -1,5 +1,5 @@
-"""Completions, sampled by transformers (sampling.py) or vLLM (vllm.py), saved and replayed. Token ids are never
-re-encoded."""
+"""Completions, sampled by transformers (sampling.py) or vLLM (vllm.py), and their lines in a checkpoint. Token ids are
+never re-encoded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,7 +163,7 @@ class Sampler:
         return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
 
 
-# --- saved rollouts ---------------------------------------------------------------------------------------------------
+# --- rollouts in checkpoints ------------------------------------------------------------------------------------------
 
 
 def to_lines(rollout: Sequence[Completion]) -> str:
@@ -189,42 +188,3 @@ def from_lines(path: Path) -> list[Completion]:
     except (ValueError, TypeError) as error:
         raise RunError(f"{path}, line {len(found) + 1}: {error}") from None
     return found
-
-
-def rollout_path(folder: Path, index: int) -> Path:
-    return folder / f"rollout-{index:06d}.jsonl"
-
-
-def load_rollout(folder: Path, index: int) -> list[Completion]:
-    """What --save-rollouts wrote; rewards included, advantages and log-probabilities of policies not."""
-    unset: dict[str, Any] = {"advantage": None, "old_logps": None, "ref_logps": None, "dropped": False}
-    return [replace(c, **unset) for c in from_lines(rollout_path(folder, index))]
-
-
-def load_replay(a: TrainArguments, index: int, num_processes: int, vocab_size: int) -> list[Completion]:
-    """A rollout of --replay. Raises RunError where it is not what options and model take."""
-    path = rollout_path(Path(a.replay or ""), index)
-    if not path.is_file():
-        raise RunError(f"replay={a.replay}: {path.name} is missing; {a.max_steps} steps take {a.num_rollouts} rollouts")
-    rollout, rows = load_rollout(path.parent, index), a.rows_per_rollout(num_processes)
-    sizes = sorted({len(list(group)) for _, group in groupby(rollout, key=lambda c: c.group)})
-
-    def are_ids(ids: Any) -> bool:
-        return bool(ids) and isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
-
-    for right, sentence in (
-        (len(rollout) == rows, f"{len(rollout)} completions; the options take {rows}"),
-        (sizes == [a.num_generations], f"groups of {sizes} completions; num_generations={a.num_generations}"),
-        (all(are_ids(c.prompt_ids) and are_ids(c.ids) for c in rollout),
-         f"a prompt or a completion that is no list of token ids, 0 to {vocab_size - 1}, at least one"),
-        (all(isinstance(c.reward, (int, float)) for c in rollout), "a reward that is no number"),
-        (all(x is None or len(x) == len(c.ids) for c in rollout for x in (c.logps, c.kept)),
-         "logps or kept ids of another number of tokens than its completion"),
-        (not a.corrects or all(c.logps is not None for c in rollout),
-         "completions without logps; expected those of the policy that sampled, or "
-         "--no-vllm-importance-sampling-correction"),
-        (a.loss != "eager" or all(c.kept is None for c in rollout), "truncated samples; loss='eager' is over all ids"),
-    ):  # fmt: skip
-        if not right:
-            raise RunError(f"replay={a.replay}: {path.name} has {sentence}")
-    return rollout

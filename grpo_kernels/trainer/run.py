@@ -49,7 +49,7 @@ from .ranks import (
     make_accelerator,
 )
 from .rewards import Rewards
-from .rollout import Completion, Sampler, infer, keeps_cache, load_replay, to_lines
+from .rollout import Completion, Sampler, infer, keeps_cache, to_lines
 from .sampling import eos_ids
 from .saving import bytes_of_checkpoint, check_room, savable
 from .tasks import ARITHMETIC
@@ -99,8 +99,6 @@ class Run:
         lm = load_model(source, a, self.checkpoint, given.model)
         self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=which) for which in (False, True))
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
-        for i in range(a.num_rollouts if a.replay else 0):
-            load_replay(a, i, self.ranks.count, self.vocab_size)
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts)
         self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
@@ -372,7 +370,7 @@ def make_rewards(
     held_out: Sequence[Prompt],
     given: Given = NOTHING,
 ) -> Rewards | None:
-    """The reward functions, which find the columns that they read; None where saved rewards are replayed."""
+    """The reward functions, which find the columns that they read; None where options name none."""
     if not a.reward_funcs:
         return None
     rewards = Rewards(
