@@ -142,26 +142,18 @@ def test_pitfall_11_a_pass_without_a_scored_token_is_no_error(trained):
     assert all(math.isfinite(record["grad_norm"]) for record in steps(trained(**options)))
 
 
-def test_pitfall_15_dynamic_sampling_that_never_fills_ends(trained):
-    options = {"reward_funcs": "training:constant", "dynamic_sampling": "refill", "dynamic_sampling_max_rounds": 3}
-    record, *_, last = steps(trained(beta=0.1, kl_target=0.05, kl_horizon=8, **options))
-    assert last["beta"] == 0.1 and "kl" not in last  # no token, no KL to adapt to
-    assert (record["refill_rounds"], record["dropped_groups"], record["epoch"]) == (2, 2, 3 * 2 / 12)
-    assert record["loss"] == record["grad_norm"] == 0.0 and record["num_tokens"] == 0
-
-
-@pytest.mark.parametrize("mode", ["drop", "refill"])
-def test_pitfall_15_groups_of_equal_rewards_are_out_of_the_loss(trained, mode):
-    options = {"per_device_train_batch_size": 32, "dynamic_sampling": mode, "reward_funcs": "training:rare"}
-    rounds = {"dynamic_sampling_max_rounds": 2} if mode == "refill" else {}
-    folder = trained(max_steps=1, **options, **rounds)
+def test_pitfall_15_groups_of_equal_rewards_are_out_of_the_loss(trained):
+    options = {"per_device_train_batch_size": 32, "dynamic_sampling": True, "max_steps": 1}
+    folder = trained("some", reward_funcs="training:rare", **options)
     (rollout,), (record,) = rollouts(folder), steps(folder)
     groups = [rollout[i : i + 4] for i in range(0, len(rollout), 4)]
     useful = [g for g in groups if len({c.reward for c in g}) > 1]
     assert useful and all(g[0].dropped == (g not in useful) for g in groups)
     assert record["dropped_groups"] == len(groups) - len(useful)
     assert record["num_tokens"] == sum(len(c.ids) for g in useful for c in g)
-    assert record.get("refill_rounds") == (1 if mode == "refill" else None)
+    (record,) = steps(trained("none", reward_funcs="training:constant", beta=0.1, kl_target=0.05, **options))
+    assert record["beta"] == 0.1 and "kl" not in record  # no token, no KL to adapt to
+    assert record["loss"] == record["grad_norm"] == record["num_tokens"] == 0
 
 
 def test_pitfall_18_the_reference_of_a_continued_adapter_is_its_start(model, trained, tmp_path):

@@ -31,13 +31,12 @@ from grpo_kernels.trainer.loop import Trainer
 from grpo_kernels.trainer.ranks import Interrupted, Ranks, Signals
 from grpo_kernels.trainer.sampling import _Draw
 
-# Rollouts of two steps, used twice, over 10 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,
+# Rollouts of two steps, used twice, over 6 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,
 # between their two uses, and epochs end inside of rollouts. The reference policy moves, beta and the rate change.
 HARD = {
     "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 60, "beta": 0.05,
     "sync_ref_model": True, "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "training:length",
-    "dynamic_sampling": "refill", "dynamic_sampling_max_rounds": 2, "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4,
+    "dynamic_sampling": True, "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4,
 }  # fmt: skip
 SIX_STEPS = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9}
 RESUMED = SIX_STEPS | {"resume_from_checkpoint": "auto"}
@@ -45,7 +44,7 @@ RESUMED = SIX_STEPS | {"resume_from_checkpoint": "auto"}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl", rows=10)
+    return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl", rows=6)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,6 @@ Decay: TypeAlias = Annotated[float, "a number in [0, 1)"]
 Loss: TypeAlias = Annotated[str, ("fused", "eager")]
 Preset: TypeAlias = Annotated[str, tuple(available_presets())]
 Dtype: TypeAlias = Annotated[str, ("float32", "bfloat16")]
-Dynamic: TypeAlias = Annotated[str, ("off", "drop", "refill")]
 Tracker: TypeAlias = Annotated[str, ("tensorboard", "trackio", "wandb")]
 Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")]
 Level: TypeAlias = Annotated[str, tuple(LEVELS)]
@@ -170,10 +169,7 @@ class TrainArguments:
     vllm_importance_sampling_correction: bool = _option(True, "weight tokens by old / rollout probabilities")
     vllm_importance_sampling_mode: Correction = _option("sequence_mask", "how the weights are bounded")
     vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
-    dynamic_sampling: Dynamic = _option(
-        "off", "groups of equal rewards: kept (off), left out, or replaced by those of other prompts"
-    )
-    dynamic_sampling_max_rounds: Count = _option(4, "rounds of sampling of one rollout, at most")
+    dynamic_sampling: bool = _option(False, "leave groups of equal rewards out of the loss and its denominators")
     per_device_generation_batch_size: Count | None = _option(None, "completions sampled at once; default: a rollout's")
 
     # batches
@@ -404,8 +400,8 @@ class TrainArguments:
              "the divergence to a teacher is over all ids, and exact: loss='eager', top_p, top_k, min_p and "
              "sparse_backward do not go with teacher_model_name_or_path"),
             (teaches and a.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
-            (a.distills_only and a.dynamic_sampling != "off",
-             f"dynamic_sampling={a.dynamic_sampling!r} goes by rewards, which distill_only leaves out of the loss"),
+            (a.distills_only and a.dynamic_sampling,
+             "dynamic_sampling goes by rewards, which distill_only leaves out of the loss"),
             (a.use_vllm and a.truncates and not a.top_k,
              "use_vllm with top_p or min_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
         )  # fmt: skip
@@ -420,7 +416,6 @@ class TrainArguments:
             ("kl_target", a.kl_target, ("kl_horizon",)),
             ("teacher_model_name_or_path", teaches, ("distill_coef", "divergence", "divergence_beta", "distill_only")),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
-            ("dynamic_sampling=refill", a.dynamic_sampling == "refill", ("dynamic_sampling_max_rounds",)),
             ("loss=fused", a.loss == "fused", ("sparse_backward",)),
             ("use_vllm", a.use_vllm, VLLM_OPTIONS),
             ("sampling by transformers", not a.use_vllm, ("per_device_generation_batch_size",)),

@@ -26,7 +26,7 @@ from .batch import (
     without_gradient,
 )
 from .checkpoint import Progress, norm
-from .data import Prompt, take
+from .data import take
 from .evaluate import ACCURACIES, evaluate
 from .files import write_text
 from .log import pass_numbers, rollout_record, step_record
@@ -54,7 +54,7 @@ class Trainer:
         self.started = time.perf_counter() - self.progress.seconds
         self.seconds: dict[str, float] = {}
         self.ranks_without_rewards: set[int] = set()  # in the last rollout
-        self.metrics: dict[str, list[float]] = {}  # of log_metric, from all ranks and rounds of a rollout
+        self.metrics: dict[str, list[float]] = {}  # of log_metric, from all ranks
 
     def train(self) -> int:
         """All steps that are left; returns the exit status."""
@@ -96,7 +96,7 @@ class Trainer:
         begin = time.perf_counter()
         run.log.phase("sampling")
         self.seconds, self.metrics, p.rollout_numbers = {"rewards": 0.0}, {}, {}
-        rollout = self._sampled()
+        rollout = self._sample()
         if p.rollout_index == 0 and all(c.steps is None for c in rollout):
             for name in ("gamma", "step_delimiter"):
                 if a.is_given(name):
@@ -105,7 +105,7 @@ class Trainer:
         if a.distills_only:
             for c in rollout:
                 c.advantage = torch.zeros(())
-        if a.dynamic_sampling != "off":
+        if a.dynamic_sampling:
             for group in filter(without_gradient, groups_of(rollout, a.num_generations)):
                 for c in group:
                     c.dropped = True
@@ -119,39 +119,21 @@ class Trainer:
                 p.rollout_numbers.pop(name)
         self._log_samples()
 
-    def _sampled(self) -> list[Completion]:
-        """A rollout, and where it is refilled, of several rounds."""
+    def _sample(self) -> list[Completion]:
+        """num_generations scored completions of each of the next prompts, from all ranks."""
         a, p, prompts = self.arguments, self.progress, self.run.prompts
         num_groups = a.rows_per_rollout(self.ranks.count) // a.num_generations
-        cursor = p.cursor  # which stays where it is if sampling is cut short
-        groups: list[list[Completion]] = []
-        for index in range(a.dynamic_sampling_max_rounds):
-            chosen = take(len(prompts), cursor, num_groups, a.seed, shuffle=a.shuffle_dataset)
-            cursor += num_groups
-            found = self._sample_groups([prompts[i] for i in chosen], index)
-            groups += groups_of(found, a.num_generations)
-            if a.dynamic_sampling != "refill":
-                break
-            assign_advantages(found, self.config, a.num_generations, a.gamma)
-            p.rollout_numbers["refill_rounds"] = index
-            groups.sort(key=without_gradient)  # stable: those of equal rewards come last
-            if not without_gradient(groups[num_groups - 1]):
-                break
-        p.cursor = cursor
-        return [dataclasses.replace(c, group=i) for i, group in enumerate(groups[:num_groups]) for c in group]
-
-    def _sample_groups(self, prompts: Sequence[Prompt], round_index: int) -> list[Completion]:
-        """num_generations scored completions of each prompt, from all ranks."""
-        a, p = self.arguments, self.progress
-        own = self.ranks.share([(i, prompt) for i, prompt in enumerate(prompts) for _ in range(a.num_generations)])
-        sampled = self.sampler.sample(
-            [prompt.ids for _, prompt in own], stream=f"{a.seed} {p.rollout_index} {round_index}", step=p.step
-        )
+        chosen = take(len(prompts), p.cursor, num_groups, a.seed, shuffle=a.shuffle_dataset)
+        groups = [(i, prompts[index]) for i, index in enumerate(chosen) for _ in range(a.num_generations)]
+        own = self.ranks.share(groups)
+        ids = [prompt.ids for _, prompt in own]
+        sampled = self.sampler.sample(ids, stream=f"{a.seed} {p.rollout_index}", step=p.step)
         completions = [
             Completion(i, prompt.prompt, prompt.ids, prompt.columns, *s[:2], logps=s.logps, kept=s.kept)
             for (i, prompt), s in zip(own, sampled, strict=True)
         ]
         self._score(completions)
+        p.cursor += num_groups  # which stays where it is if sampling is cut short
         return self.ranks.gather(completions)
 
     def _score(self, rows: Sequence[Completion]) -> None:
