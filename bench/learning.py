@@ -54,12 +54,16 @@ EXPERIMENTS = {
             "arithmetic, dapo, three times the learning rate": (*SUMS, "--loss-type=dapo", "--learning-rate=6e-4"),
             CHAT: (*CHAT_RUN, f"--dataset-name={CHAT_TASKS[0]}", "--bf16", "--eval-steps=2"),
         },
-        {"exact": (), **{f"2^-{k}": (f"--sparse-backward={2.0**-k}",) for k in (12, 10)}},
+        {"exact": (), **{f"2^-{k}": (f'--loss-options={{"sparse_backward": {2.0**-k}}}',) for k in (12, 10)}},
         "sparse/learning.json",
     ),
     "teacher": Experiment(
         {"arithmetic, dapo": (*SUMS, "--loss-type=dapo", "--eval-steps=20")},
-        {"GRPO": (), "distillation": (DISTILLED, "--distill-only"), "both": (DISTILLED, "--distill-coef=0.1")},
+        {
+            "GRPO": (),
+            "distillation": (DISTILLED, "--distill-only"),
+            "both": (DISTILLED, '--loss-options={"distill_coef": 0.1}'),
+        },
         "trainer/teacher.json",
     ),
 }
@@ -80,7 +84,7 @@ def train(words: list[str], folder: str, threads: int) -> None:
 def run(experiment: Experiment, teacher: str, threads: int, key: tuple[str, str, int]) -> dict[str, Any]:
     """Curves of one run: a record per logged step, and per evaluation."""
     setting, arm, seed = key
-    words = [*experiment.settings[setting], *experiment.arms[arm], f"--seed={seed}", "--use-cpu", "--disable-tqdm"]
+    words = [*experiment.settings[setting], *experiment.arms[arm], f"--seed={seed}", "--use-cpu"]
     given = [word.replace(TEACHER, teacher) for word in words]
     given += [f"--model-name-or-path={smollm2()}"] if setting == CHAT else []
     with TemporaryDirectory() as folder:
@@ -118,7 +122,7 @@ def main() -> None:
         keys = [(setting, arm, seed) for seed in chosen.seeds for setting in settings for arm in experiment.arms]
         with TemporaryDirectory() as folder:
             if name == "teacher":
-                train([*SUMS, "--loss-type=dapo", "--seed=7", "--use-cpu", "--disable-tqdm"], folder, threads)
+                train([*SUMS, "--loss-type=dapo", "--seed=7", "--use-cpu"], folder, threads)
             for workers, is_chat in ((threads, False), (1, True)):
                 waiting = [key for key in keys if key not in known and (key[0] == CHAT) == is_chat]
                 one: Callable[[Any], Any] = partial(run, experiment, f"{folder}/model", threads // workers)

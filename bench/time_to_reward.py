@@ -133,9 +133,9 @@ class Contestant:
             "--no-shuffle-dataset", "--reward-funcs=last_number", f"--num-generations={GROUP}",
             f"--per-device-train-batch-size={BATCH}", f"--max-completion-length={LENGTH}", f"--max-steps={steps}",
             f"--learning-rate={RATES[self.kind]}", "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo",
-            "--save-steps=0", f"--seed={seed}", "--disable-tqdm", "--use-cpu", "--share-prompts",
+            "--save-steps=0", f"--seed={seed}", "--use-cpu", "--share-prompts",
             *(["--bf16"] if self.dtype == "bfloat16" else []), *(["--use-peft"] if self.kind == "lora" else []),
-            *([f"--sparse-backward={THETA}"] if name == SPARSE else []),
+            *([f'--loss-options={{"sparse_backward": {THETA}}}'] if name == SPARSE else []),
             *(VLLM_OPTIONS if name == VLLM else []),
         ])  # fmt: skip
 

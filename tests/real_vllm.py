@@ -21,7 +21,7 @@ from grpo_kernels.trainer import vllm
 from grpo_kernels.trainer.arithmetic import EOS_ID, tokenizer
 
 OPTIONS = {
-    "use_vllm": True, "vllm_enforce_eager": True, "vllm_kwargs": '{"block_size": 32}', "temperature": 0.7,
+    "use_vllm": True, "vllm_kwargs": {"enforce_eager": True, "block_size": 32}, "temperature": 0.7,
     "reward_funcs": "real_vllm:noise", "learning_rate": 3e-3, "max_steps": 4,
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ def mismatches(output: Path) -> list[float]:
     return [record["rollout_mismatch/max"] for record in records]
 
 
-BFLOAT16 = {"dtype": "bfloat16", "vllm_max_model_length": 50}
+BFLOAT16 = {"dtype": "bfloat16", "vllm_kwargs": {"enforce_eager": True, "max_model_len": 50}}
 
 
 @pytest.mark.parametrize("options", [{}, {"use_peft": True}, BFLOAT16], ids=["float32", "lora", "bfloat16"])
@@ -90,9 +90,9 @@ def test_earlier_weights_of_the_engine_are_noticed(mend, model, data, tmp_path, 
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"vllm_max_model_length": 4096}, ["vllm_max_model_length=4096", "max_position_embeddings=64"]),
-    ({"vllm_kwargs": '{"blocks": 16}'}, ["vllm_kwargs='{\"blocks\": 16}'", "unexpected keyword argument 'blocks'"]),
-    ({"vllm_kwargs": '{"seed": 1}'}, ["vllm_kwargs='{\"seed\": 1}': the trainer sets seed itself"]),
+    ({"vllm_kwargs": {"max_model_len": 4096}}, ["vllm_kwargs={'max_model_len': 4096}", "max_position_embeddings=64"]),
+    ({"vllm_kwargs": {"blocks": 16}}, ["vllm_kwargs={'blocks': 16}", "unexpected keyword argument 'blocks'"]),
+    ({"vllm_kwargs": {"seed": 1}}, ["vllm_kwargs={'seed': 1}: the trainer sets seed itself"]),
     ({"top_p": 0.9, "top_k": 5}, ["top_p=0.9, top_k=5", "requires Model Runner V2"]),  # that is for GPUs
 ], ids=["length", "unknown", "set", "masks"])  # fmt: skip
 def test_what_the_engine_refuses_is_one_sentence(options, words, model, data, tmp_path, capfd):
@@ -121,7 +121,7 @@ def ends_well(process: subprocess.Popen[str]) -> None:
 
 @tied
 def test_a_command_ends_without_a_traceback_whatever_the_environment_says(model, data, tmp_path):
-    words = training.arguments(model, data, tmp_path / "run", **OPTIONS | {"vllm_enforce_eager": None})
+    words = training.arguments(model, data, tmp_path / "run", **OPTIONS | {"vllm_kwargs": {"block_size": 32}})
     ends_well(start([], words, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
     assert max(mismatches(tmp_path / "run")) < 1e-4
 

@@ -332,12 +332,12 @@ def test_liger_and_the_trainer_pass_it_on():
 
     assert LigerFusedLinearGRPOLoss(sparse_backward=THETA)._config().sparse_backward == THETA
     assert LigerFusedLinearGRPOLoss()._config().sparse_backward is None
-    given = dict(reward_funcs=["x"], model_name_or_path=None, sparse_backward=THETA)
+    given = dict(reward_funcs=["x"], model_name_or_path=None, loss_options={"sparse_backward": THETA})
     assert TrainArguments(**given).loss_config().sparse_backward == THETA
     with pytest.raises(ValueError, match=r"sparse_backward=0.03125 has no effect without loss=fused"):
         TrainArguments(**given, loss="eager").check(1)
     with pytest.raises(ValueError, match=r"sparse_backward=2.0; expected a finite number in"):
-        TrainArguments(**given | {"sparse_backward": 2.0}).check(1)
+        TrainArguments(**given | {"loss_options": {"sparse_backward": 2.0}}).check(1)
 
 
 def test_an_adapter_on_the_head():

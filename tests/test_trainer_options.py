@@ -26,12 +26,12 @@ from grpo_kernels.trainer import train
 from grpo_kernels.trainer.adamw import MasterAdamW, make_optimizer
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.arithmetic import start_model
-from grpo_kernels.trainer.batch import denominators, soft_overlong, step_ends
+from grpo_kernels.trainer.batch import denominators, step_ends
 from grpo_kernels.trainer.log import TRL_NAMES
 from grpo_kernels.trainer.rollout import Completion
 
 LOSSES = {preset: {"loss_type": preset} for preset in available_presets()}
-LOSSES["gmpo"] = {"loss_type": "bnpo", "loss_options": '{"surrogate": "gmpo"}'}
+LOSSES["gmpo"] = {"loss_type": "bnpo", "loss_options": {"surrogate": "gmpo"}}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -42,7 +42,7 @@ def test_every_loss_makes_steps(loss, trained):
 
 
 def test_the_eager_loss_takes_the_same_steps(trained):
-    options = {"beta": 0.1, "num_iterations": 2, "entropy_coef": 0.01, "temperature": 0.8}
+    options = {"beta": 0.1, "num_iterations": 2, "temperature": 0.8, "loss_options": {"entropy_coef": 0.01}}
     found = [steps(trained(loss, loss=loss, reward_funcs="training:length", **options)) for loss in ("fused", "eager")]
     for a, b in zip(*found, strict=True):
         for name in ("loss", "grad_norm", "kl", "entropy", "reward", "ratio/max"):
@@ -50,7 +50,7 @@ def test_the_eager_loss_takes_the_same_steps(trained):
 
 
 def test_sparse_gradients_are_counted(trained):
-    for record in steps(trained(sparse_backward=0.01, reward_funcs="training:length")):
+    for record in steps(trained(loss_options={"sparse_backward": 0.01}, reward_funcs="training:length")):
         assert record["sparse/kept"] >= 0 and 0 <= record["sparse/dense"] <= 1 and math.isfinite(record["grad_norm"])
 
 
@@ -68,7 +68,8 @@ def teacher(tmp_path_factory):
 @pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
 def test_a_teacher_alone_draws_the_policy_to_it(divergence, teacher, trained):
     """Without rewards: they are neither computed nor logged, and none of their alarms is raised."""
-    options = {"reward_funcs": None, "max_steps": 12, "teacher_model_name_or_path": teacher, "divergence": divergence}
+    options = {"reward_funcs": None, "max_steps": 12, "teacher_model_name_or_path": teacher}
+    options["loss_options"] = {"divergence": divergence}
     records = steps(trained(per_device_train_batch_size=16, **options))
     found = [record["divergence"] for record in records]
     assert found[-1] < 0.8 * found[0] and records[0]["loss"] == pytest.approx(found[0], rel=1e-4)
@@ -81,7 +82,7 @@ def test_rewards_beside_a_teacher(teacher, trained):
     """The loss is that of the rewards plus the weighted divergence; with distill_only rewards are measured alone. And
     such a run resumes to the bit."""
     options = {"reward_funcs": "training:length", "loss_type": "dapo", "save_steps": 1}
-    with_teacher = {"teacher_model_name_or_path": teacher, "distill_coef": 0.3}
+    with_teacher = {"teacher_model_name_or_path": teacher, "loss_options": {"distill_coef": 0.3}}
     (plain, _), (both, _), (alone, _) = (
         steps(trained(name, max_steps=2, **options, **given))
         for name, given in {"plain": {}, "both": with_teacher, "alone": with_teacher | {"distill_only": True}}.items()
@@ -95,8 +96,9 @@ def test_rewards_beside_a_teacher(teacher, trained):
     assert training.same_weights(parts.with_name("both"), parts)
 
 
-def test_adaptive_beta_follows_its_target(trained):
-    options = {"beta": 0.1, "kl_horizon": 8, "reward_funcs": "training:length"}
+def test_adaptive_beta_follows_its_target(trained, monkeypatch):
+    monkeypatch.setattr("grpo_kernels.trainer.loop.KL_HORIZON", 8)
+    options = {"beta": 0.1, "reward_funcs": "training:length"}
     low, high = (
         [(r["beta"], r["loss"]) for r in steps(trained(f"{target}", kl_target=target, **options))]
         for target in (1e-6, 1e6)
@@ -106,9 +108,9 @@ def test_adaptive_beta_follows_its_target(trained):
 
 
 def test_rewards_of_steps(trained):
-    """A completion without a verdict is out; a reward of the whole completion, and the penalty, are the last step's."""
-    options = {"reward_funcs": ["training:some_digits", "training:constant"], "step_delimiter": "+", "gamma": 0.5,
-               "max_completion_length": 12, "soft_overlong_cache": 2, "per_device_train_batch_size": 32}  # fmt: skip
+    """A completion without a verdict is out; a reward of the whole completion is the last step's."""
+    options = {"reward_funcs": ["training:some_digits", "training:constant"], "step_delimiter": "+",
+               "max_completion_length": 12, "per_device_train_batch_size": 32}  # fmt: skip
     (rollout,) = rollouts(trained(max_steps=1, **options))
     assert any(len(c.steps or []) > 1 for c in rollout)
     for i, c in enumerate(rollout):
@@ -122,7 +124,7 @@ def test_rewards_of_steps(trained):
         assert len(c.steps) == len(c.step_ends) and sum(c.steps) == pytest.approx(c.reward)
         if i % 4 == 2:  # the function of steps does not apply
             assert c.steps[:-1] == [0.0] * (len(c.step_ends) - 1)
-            assert c.steps[-1] == pytest.approx(1.0 + c.rewards["soft_overlong"])
+            assert c.steps[-1] == 1.0
 
 
 def test_what_reward_functions_log(trained):
@@ -202,15 +204,6 @@ def test_finding_steps_takes_time_that_grows_with_the_tokens():
     assert seconds[1] < 24 * seconds[0], "8 times as many; 64 where it is quadratic"
 
 
-def test_soft_overlong_is_dapos_penalty(trained):
-    arguments = TrainArguments(max_completion_length=10, soft_overlong_cache=4)
-    assert [soft_overlong(n, arguments) for n in (1, 6, 7, 8, 10)] == [0.0, 0.0, -0.25, -0.5, -1.0]
-    folder = trained(max_completion_length=5, soft_overlong_cache=2)
-    for c in rollouts(folder)[0]:
-        assert c.rewards["soft_overlong"] == [0.0, 0.0, 0.0, -0.5, -1.0][len(c.ids) - 1]
-        assert c.reward == c.rewards["arithmetic"] + c.rewards["soft_overlong"]
-
-
 def test_denominators_count_what_is_scored():
     def row(length, **options):
         return Completion(0, "", [1], {}, list(range(length)), **options)
@@ -242,14 +235,14 @@ def test_what_a_run_leaves_and_says(model, data, tmp_path, capfd):
     """A file gets lines and no progress bar."""
     folder = tmp_path / "new" / "run"
     options = {"eval_dataset_name": data, "eval_max_prompts": 4, "eval_steps": 2, "save_steps": 1, "max_steps": 5,
-               "save_total_limit": 2, "logging_samples": 3, "logging_steps": 2, "disable_tqdm": False}  # fmt: skip
+               "save_total_limit": 2, "logging_steps": 2}  # fmt: skip
     assert run(model, data, folder, **options) == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert summary.keys() >= {"pass_at_1_before", "pass_at_1_after", "steps", "seconds"} and summary["steps"] == 5
     assert [record["step"] for record in training.records(folder, "evaluation")] == [0, 2, 4, 5]
     assert {p.name for p in folder.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-5"}
     samples = (folder / "samples.jsonl").read_text().splitlines()
-    assert len(samples) == 5 * 3
+    assert len(samples) == 5 * 4
     assert json.loads(samples[0]).keys() >= {"prompt", "completion", "reward"}
     assert (folder / "report.html").stat().st_size > 1000
     assert not list(folder.glob(".*"))
@@ -334,8 +327,8 @@ def test_weights_of_bfloat16_go_on_to_the_same_bits(lora, model, data, tmp_path)
     """Of a model in memory, whatever --dtype says. LoRA's own weights are of float32, as peft makes them."""
     tokenizer, states = AutoTokenizer.from_pretrained(model), []
     for name, resume in (("whole", None), ("resumed", tmp_path / "whole" / "checkpoint-2")):
-        given = {**training.OPTIONS, "output_dir": str(tmp_path / name), "use_cpu": True, "disable_tqdm": True}
-        given |= {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-4, "adam_epsilon": 1e-4, "use_peft": lora}
+        given = {**training.OPTIONS, "output_dir": str(tmp_path / name), "use_cpu": True}
+        given |= {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-4, "optim_args": {"eps": 1e-4}, "use_peft": lora}
         del given["reward_funcs"]
         args = TrainArguments(**given, resume_from_checkpoint=resume and str(resume))
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -353,7 +346,7 @@ def test_weights_of_bfloat16_go_on_to_the_same_bits(lora, model, data, tmp_path)
 
 def test_float32_is_stepped_as_by_torch(model):
     """Also beside weights of fewer bits, as models keep their norms in float32."""
-    options = TrainArguments(learning_rate=1e-2, weight_decay=0.1)
+    options = TrainArguments(learning_rate=1e-2, optim_args={"weight_decay": 0.1})
     found = []
     for kind in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)

@@ -27,7 +27,7 @@ def new_state():
 
 def options(output, **changes):
     given = {name: x for name, x in training.OPTIONS.items() if name != "reward_funcs"}
-    return TrainArguments(**{**given, "output_dir": str(output), "use_cpu": True, "disable_tqdm": True, **changes})
+    return TrainArguments(**{**given, "output_dir": str(output), "use_cpu": True, **changes})
 
 
 def rows_of(data):

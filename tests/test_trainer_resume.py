@@ -35,7 +35,7 @@ from grpo_kernels.trainer.sampling import _Draw
 # between their two uses, and epochs end inside of rollouts. The reference policy moves, beta and the rate change.
 HARD = {
     "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 60, "beta": 0.05,
-    "sync_ref_model": True, "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "training:length",
+    "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "training:length",
     "dynamic_sampling": True, "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4,
 }  # fmt: skip
 SIX_STEPS = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9}
@@ -139,7 +139,7 @@ def test_a_run_whose_terminal_closes_saves(model, data, tmp_path):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which a run respects
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    words = training.arguments(model, data, tmp_path / "run", **HARD | {"max_steps": 10**6, "disable_tqdm": False})
+    words = training.arguments(model, data, tmp_path / "run", **HARD | {"max_steps": 10**6})
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(
@@ -469,7 +469,7 @@ def test_a_run_whose_rate_depends_on_the_length_says_so(model, data, tmp_path, c
     assert "max_steps=4 (was 2); expected the same, max_steps too: lr_scheduler_type=linear depends on it" in error
     begin = tmp_path / "checkpoint-2"
     assert f"a constant schedule does not, and a new run may begin with model_name_or_path={begin}. What" in error
-    assert "What may differ: correct_at, dataset_test_split, disable_tqdm, eval_dataset_name, " in error
+    assert "What may differ: correct_at, dataset_test_split, eval_dataset_name, " in error
     assert run(model, data, tmp_path, **options, save_steps=7, logging_steps=1) == 0
     assert run(begin, data, tmp_path / "more", lr_scheduler_type="linear") == 0
 

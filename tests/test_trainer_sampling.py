@@ -201,7 +201,7 @@ def test_draws_have_the_probabilities_that_they_are_told():
 
 SamplingParams = namedtuple(
     "SamplingParams",
-    "max_tokens temperature top_p top_k min_p n repetition_penalty stop_token_ids logprobs detokenize seed",
+    "max_tokens temperature top_p top_k n repetition_penalty stop_token_ids logprobs detokenize seed",
 )
 
 
@@ -209,14 +209,14 @@ class Engine:
     made: ClassVar[list[Engine]] = []
 
     def __init__(
-        self, model, *, dtype, seed, gpu_memory_utilization, max_model_len, tensor_parallel_size, enforce_eager,
-        trust_remote_code, distributed_executor_backend, generation_config, logprobs_mode, return_sampling_mask=False,
+        self, model, *, dtype, seed, gpu_memory_utilization, tensor_parallel_size, trust_remote_code,
+        distributed_executor_backend, generation_config, logprobs_mode, return_sampling_mask=False, max_model_len=None,
         block_size=None,
     ):  # fmt: skip
         assert dtype in ("float32", "bfloat16") and generation_config == "vllm"
         assert logprobs_mode == "processed_logprobs"
         self.masks, self.backend = return_sampling_mask, distributed_executor_backend
-        self.given = (max_model_len, enforce_eager, block_size)
+        self.given = (max_model_len, block_size)
         self.lm = AutoModelForCausalLM.from_pretrained(model).eval()
         for parameter in self.lm.parameters():
             parameter.data.zero_()  # nothing of what it is asked comes from the folder
@@ -253,7 +253,7 @@ class Engine:
             assert (how.n, how.repetition_penalty, how.logprobs) == (1, 1.0, 0)
             torch.manual_seed(how.seed)
             options = {"max_completion_length": how.max_tokens, "temperature": how.temperature, "top_p": how.top_p,
-                       "top_k": how.top_k, "min_p": how.min_p}  # fmt: skip
+                       "top_k": how.top_k}  # fmt: skip
             (s,) = generate(self.lm, [request["prompt_token_ids"]], TrainArguments(**options), ends=how.stop_token_ids,
                             pad_id=0)  # fmt: skip
             entries = [{token: SimpleNamespace(logprob=x)} for token, x in zip(s.ids, s.logps.tolist(), strict=True)]
@@ -284,9 +284,9 @@ def without_a_check(self, task, **inputs):
 
 
 @pytest.mark.parametrize("options", [
-    {"vllm_max_model_length": 20, "vllm_enforce_eager": True, "vllm_kwargs": '{"block_size": 16}'},
+    {"vllm_kwargs": {"max_model_len": 20, "block_size": 16}},
     {"use_peft": True, "beta": 0.1},
-    {"temperature": 0.7, "num_iterations": 2, "top_k": 9, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0.7, "num_iterations": 2, "top_k": 9, "top_p": 0.8},
 ])  # fmt: skip
 def test_vllm_samples_from_the_weights_after_each_update(options, data, trained, monkeypatch):
     monkeypatch.setattr(Policy, "forward", without_a_check)
@@ -299,7 +299,7 @@ def test_vllm_samples_from_the_weights_after_each_update(options, data, trained,
     assert all(record["rollout_mismatch/max"] < 1e-4 and record["rollout_ess"] > 0.99 for record in first)
     assert records[0]["grad_norm"] > 0 and engine.backend is None and engine.ends == 1
     assert ("sampling_mask/kept_mass" in records[0]) == engine.masks == ("top_k" in options)
-    assert engine.given == ((20, True, 16) if "vllm_kwargs" in options else (None, False, None))
+    assert engine.given == ((20, 16) if "vllm_kwargs" in options else (None, None))
     rollout = training.rollouts(folder)[0]
     assert len({tuple(c.ids) for c in rollout[:4]}) > 1  # pitfall 17: each completion has a seed of its own
     between = engine.settings[10:-10]  # the evaluations, each of 2 prompts and 5 completions
@@ -335,16 +335,10 @@ def test_an_error_of_the_engine_is_one_sentence(method, status, model, data, tmp
         raise AssertionError("no memory\nfor blocks")
 
     monkeypatch.setattr(Engine, method, fail)
-    given = {"use_vllm": True, "vllm_max_model_length": 20, "reward_funcs": "training:length"}
+    given = {"use_vllm": True, "vllm_kwargs": {"block_size": 20}, "reward_funcs": "training:length"}
     assert run(model, data, tmp_path / "run", **given) == status
-    sentence = "use_vllm with vllm_max_model_length=20: vLLM says AssertionError: no memory for blocks"
+    sentence = "use_vllm with vllm_kwargs={'block_size': 20}: vLLM says AssertionError: no memory for blocks"
     assert capsys.readouterr().err.splitlines()[-1] == f"grpo-kernels train: {sentence}"
-
-
-def test_the_context_of_the_engine_is_that_of_prompts(model, data, tmp_path, capsys):
-    options = {"use_vllm": True, "vllm_max_model_length": 5, "reward_funcs": "training:length"}
-    assert run(model, data, tmp_path / "run", **options) == 2
-    assert "vllm_max_model_length has 5 positions" in capsys.readouterr().err
 
 
 def test_under_torchrun_the_engine_takes_the_launchers_ranks(model, monkeypatch):

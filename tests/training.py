@@ -53,10 +53,11 @@ def make_data(path: Path, *, rows: int = 12) -> Path:
 
 def arguments(model: Path, data: Path, output: Path, **options: Any) -> list[str]:
     """A command line; None leaves an option out."""
-    given = {"output_dir": output, "model_name_or_path": model, "dataset_name": data, "disable_tqdm": True, **OPTIONS}
+    given = {"output_dir": output, "model_name_or_path": model, "dataset_name": data, **OPTIONS}
     given |= options
     words = ["--use-cpu"]
     for name, value in given.items():
+        value = json.dumps(value) if isinstance(value, dict) else value
         values = value if isinstance(value, (list, tuple)) else [value]
         words += [] if value is None else [f"--{name}", *map(str, values)]
     return words
@@ -166,7 +167,7 @@ def huge(prompts, completions, completion_ids, **columns):
 
 
 def sometimes_nan(prompts, completions, completion_ids, **columns):
-    return [math.nan if i % 4 == 1 else len(ids) + 0.1 * ids[0] for i, ids in enumerate(completion_ids)]
+    return [math.nan if i % 4 == 2 else len(ids) + 0.1 * ids[0] for i, ids in enumerate(completion_ids)]
 
 
 def digits(prompts, completions, **columns):

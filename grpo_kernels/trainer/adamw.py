@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from .arguments import TrainArguments
+from .arguments import ADAMW, TrainArguments
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -87,12 +87,15 @@ def check_state_of(optimizer: Any) -> None:
 def make_optimizer(parameters: Iterable[nn.Parameter], a: TrainArguments) -> torch.optim.AdamW:
     """AdamW of the parameters that are trained, torch's own where all are of float32."""
     trained = [p for p in parameters if p.requires_grad]
-    groups = [  # biases and norms do not decay
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": a.weight_decay},
+    given: dict[str, Any] = {"weight_decay": 0.0} | (a.optim_args or {})
+    if not given.keys() <= set(ADAMW):
+        raise ValueError(f"optim_args={a.optim_args}; expected no others than {', '.join(ADAMW)}")
+    groups: list[dict[str, Any]] = [  # biases and norms do not decay
+        {"params": [p for p in trained if p.dim() > 1]},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     kind = MasterAdamW if any(map(is_low, trained)) else torch.optim.AdamW
-    return kind(
-        [group for group in groups if group["params"]], lr=a.learning_rate, betas=(a.adam_beta1, a.adam_beta2),
-        eps=a.adam_epsilon,
-    )  # fmt: skip
+    try:
+        return kind([group for group in groups if group["params"]], lr=a.learning_rate, **given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optim_args={a.optim_args}: {error}") from None

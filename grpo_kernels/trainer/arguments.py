@@ -16,13 +16,10 @@ from types import NoneType
 from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers.trainer_utils import SchedulerType
 
 from .. import __version__
 from ..config import GRPOConfig, available_presets
-from ..names import ADVANTAGE_SCALES, DIVERGENCES
-from ..objective.kl import KL_ESTIMATORS
-from ..objective.sequences import LEVELS
+from ..names import ADVANTAGE_SCALES
 from . import demo, missing_packages
 from .data import check_path, is_one_split
 from .rewards.answers import compiled
@@ -34,8 +31,6 @@ RANGES: dict[Any, Callable[[float], bool]] = {
     "at least 1": lambda x: x >= 1,
     "a positive number: ratios need probabilities": lambda x: x > 0,
     "a number in (0, 1]": lambda x: 0 < x <= 1,
-    "a number in [0, 1]": lambda x: 0 <= x <= 1,
-    "a number in [0, 1)": lambda x: 0 <= x < 1,
     "a finite number": math.isfinite,
 }
 Count: TypeAlias = Annotated[int, "at least 1"]
@@ -43,43 +38,42 @@ Natural: TypeAlias = Annotated[int, "at least 0"]
 Size: TypeAlias = Annotated[float, "at least 0"]
 Positive: TypeAlias = Annotated[float, "a positive number: ratios need probabilities"]
 Share: TypeAlias = Annotated[float, "a number in (0, 1]"]
-Fraction: TypeAlias = Annotated[float, "a number in [0, 1]"]
 Finite: TypeAlias = Annotated[float, "a finite number"]
-Decay: TypeAlias = Annotated[float, "a number in [0, 1)"]
 Loss: TypeAlias = Annotated[str, ("fused", "eager")]
 Preset: TypeAlias = Annotated[str, tuple(available_presets())]
 Dtype: TypeAlias = Annotated[str, ("float32", "bfloat16")]
 Tracker: TypeAlias = Annotated[str, ("tensorboard", "trackio", "wandb")]
-Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")]
-Level: TypeAlias = Annotated[str, tuple(LEVELS)]
+Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none")]
 Scale: TypeAlias = Annotated[str, tuple(ADVANTAGE_SCALES)]
-KL: TypeAlias = Annotated[str, tuple(KL_ESTIMATORS)]
-Divergence: TypeAlias = Annotated[str, tuple(DIVERGENCES)]
-# Without the schedules that follow the loss, which is no measure of progress in GRPO.
+# Those of transformers that need no arguments and do not follow the loss, which is no measure of progress in GRPO.
 Schedule: TypeAlias = Annotated[
-    str, tuple(s.value for s in SchedulerType if s not in ("reduce_lr_on_plateau", "greedy"))
+    str, ("linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "constant", "constant_with_warmup")
 ]
+Json: TypeAlias = dict[str, Any]
 
 # What an engine of vLLM is made with.
-VLLM_OPTIONS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enforce_eager", "vllm_kwargs")
+VLLM_OPTIONS = ("vllm_gpu_memory_utilization", "vllm_kwargs")
+ADAMW = ("betas", "eps", "weight_decay")  # what optim_args may hold
 
 # What an arithmetic run without these options takes: 32 prompts, 8 completions, two steps on each rollout.
 ARITHMETIC_RUN: dict[str, Any] = {
     "reward_funcs": [ARITHMETIC], "beta": 0.005, "max_completion_length": 5, "per_device_train_batch_size": 256,
-    "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20, "logging_samples": 2,
+    "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20,
     "lr_scheduler_type": "constant_with_warmup",
 }  # fmt: skip
 DEMO = {**ARITHMETIC_RUN, "output_dir": "grpo-demo"}
 # In --help an option belongs to the group that begins with it or with the nearest option above it.
 GROUPS = {
     "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": "rewards",
-    "num_generations": "sampling", "use_vllm": "vLLM", "dynamic_sampling": "sampling",
-    "per_device_train_batch_size": "optimisation", "loss": "loss", "learning_rate": "optimisation",
-    "eval_steps": "evaluation", "save_steps": "saving", "logging_steps": "logging", "seed": "run",
-    "disable_tqdm": "logging",
+    "num_generations": "sampling", "use_vllm": "vLLM", "per_device_train_batch_size": "batches", "loss": "loss",
+    "teacher_model_name_or_path": "teacher", "learning_rate": "optimisation", "eval_steps": "evaluation",
+    "save_steps": "saving and logging",
 }  # fmt: skip
 # Names that other trainers have, or people try.
 ALIASES = {
+    **{field.name: "loss_options" for field in dataclasses.fields(GRPOConfig)},
+    **dict.fromkeys(("vllm_max_model_length", "vllm_enforce_eager", "vllm_tensor_parallel_size"), "vllm_kwargs"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"), "optim_args"),
     "lr": "learning_rate", "model": "model_name_or_path", "model_name": "model_name_or_path", "data": "dataset_name",
     "dataset": "dataset_name", "train_file": "dataset_name", "eval_dataset": "eval_dataset_name",
     "eval_file": "eval_dataset_name", "dataset_config_name": "dataset_config", "output": "output_dir",
@@ -90,6 +84,7 @@ ALIASES = {
     "eval_strategy": "eval_steps", "save_strategy": "save_steps", "grad_clip": "max_grad_norm", "peft": "use_peft",
     "lora": "use_peft", "lora_rank": "lora_r", "vllm": "use_vllm", "resume": "resume_from_checkpoint",
     "rewards": "reward_funcs", "teacher": "teacher_model_name_or_path", "cpu": "use_cpu", "no_cuda": "use_cpu",
+    "sync_ref_model": "ref_model_sync_steps", "vllm_importance_sampling_correction": "vllm_importance_sampling_mode",
 }  # fmt: skip
 
 
@@ -101,9 +96,11 @@ def _option(default: Any, text: str) -> Any:
 
 def _is_a(value: Any, hint: Any) -> bool:
     """Whether a value has the type of a field. Numbers of numpy are numbers; a bool is none."""
-    parts = get_args(hint)
-    if get_origin(hint) is list:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is list:
         return isinstance(value, (list, tuple)) and all(_is_a(one, parts[0]) for one in value)
+    if kind is dict:
+        return isinstance(value, dict)
     if parts:
         return any(_is_a(value, part) for part in parts)
     if isinstance(value, bool):
@@ -119,8 +116,10 @@ class TrainArguments:
     output_dir: str = _option("grpo-run", "folder for everything that the run writes")
     resume_from_checkpoint: str | None = _option(None, "'auto' (the newest sound one, or a new run), or a folder")
     dry_run: bool = _option(False, "check model, data and rewards, time and weigh one step, and write nothing")
+    seed: int = _option(0, "of weights, order of the data and samples")
+    fsdp: bool = _option(False, "shard with FSDP2 under torchrun; accelerate launch has its own configuration")
+    use_cpu: bool = _option(False, "on the CPU, whatever the machine has")
 
-    # model
     model_name_or_path: str | None = _option(None, "a model of transformers; without one: a small one for arithmetic")
     trust_remote_code: bool = _option(False, "run the code of the model's repository")
     dtype: Dtype = _option("float32", "of the weights; AdamW steps float32 copies of bfloat16 ones")
@@ -131,10 +130,7 @@ class TrainArguments:
     lora_r: Count = _option(16, "rank of the adapter")
     lora_alpha: Count = _option(32, "scale of the adapter, times its rank")
     lora_target_modules: list[str] | None = _option(None, "modules with an adapter; default: all linear ones")
-    fsdp: bool = _option(False, "shard with FSDP2 under torchrun; accelerate launch has its own configuration")
-    use_cpu: bool = _option(False, "on the CPU, whatever the machine has")
 
-    # data and rewards
     dataset_name: str | None = _option(None, "a file (.jsonl, .json, .csv, .parquet), a folder, or a name of datasets")
     dataset_config: str | None = _option(None, "configuration of dataset_name, where datasets asks for one")
     dataset_train_split: str = _option("train", "split to train on")
@@ -143,94 +139,66 @@ class TrainArguments:
     prompt_column: str = _option("prompt", "column with the prompt: a text, or messages")
     answer_column: str | None = _option(None, "column that rewards get as 'answer'")
     system_prompt: str | None = _option(None, "text of a system message before each prompt")
-    shuffle_dataset: bool = _option(True, "a new order in each epoch")
+
     reward_funcs: list[str] = _option([], "names of built-in rewards, module:function, or path/file.py:function")
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
     reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
     reward_pattern: str | None = _option(None, "regular expression of the reward 'format'")
     code_partial_credit: bool = _option(False, "the reward 'code' gives the share of the tests that are passed")
-    soft_overlong_cache: Natural = _option(0, "DAPO's penalty over so many last tokens before max_completion_length")
     step_delimiter: str = _option("\n", "ends a step, where a reward function returns one reward per step")
-    gamma: Fraction = _option(1.0, "discount of the rewards of later steps")
 
-    # rollout
     num_generations: Count = _option(8, "completions per prompt")
     max_completion_length: Count = _option(256, "tokens of a completion, its end included")
     temperature: Positive = _option(1.0, "of sampling, and of the loss")
     top_p: Share = _option(1.0, "sample from the likeliest ids with this mass; the loss is over the ids kept")
     top_k: Natural = _option(0, "sample from the likeliest so many; 0: all")
-    min_p: Fraction | None = _option(None, "sample from ids at least so likely, relative to the likeliest")
-    use_vllm: bool = _option(False, "sample with vLLM, an engine beside each process")
-    vllm_gpu_memory_utilization: Share = _option(0.3, "share of GPU memory for vLLM")
-    vllm_max_model_length: Count | None = _option(None, "tokens of prompt and completion in vLLM; default: the model's")
-    vllm_tensor_parallel_size: Count = _option(1, "GPUs of an engine; 1 is all that there is here")
-    vllm_enforce_eager: bool = _option(False, "vLLM without CUDA graphs and torch.compile")
-    vllm_kwargs: str | None = _option(None, "further arguments of vllm.LLM, as JSON")
-    vllm_importance_sampling_correction: bool = _option(True, "weight tokens by old / rollout probabilities")
-    vllm_importance_sampling_mode: Correction = _option("sequence_mask", "how the weights are bounded")
-    vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
     dynamic_sampling: bool = _option(False, "leave groups of equal rewards out of the loss and its denominators")
     per_device_generation_batch_size: Count | None = _option(None, "completions sampled at once; default: a rollout's")
 
-    # batches
+    use_vllm: bool = _option(False, "sample with vLLM, an engine beside each process")
+    vllm_gpu_memory_utilization: Share = _option(0.3, "share of GPU memory for vLLM")
+    vllm_kwargs: Json | None = _option(None, "further arguments of vllm.LLM, as JSON")
+    vllm_importance_sampling_mode: Correction = _option("sequence_mask", "how old / rollout weights are bounded")
+    vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
+
     per_device_train_batch_size: Count = _option(8, "completions in a forward and backward pass")
     gradient_accumulation_steps: Count = _option(1, "passes per optimizer step")
     steps_per_generation: Count | None = _option(None, "passes per rollout; default: gradient_accumulation_steps")
     num_iterations: Count = _option(1, "times that each rollout is used")
     max_steps: Count = _option(500, "optimizer steps of the run")
 
-    # loss
     loss: Loss = _option("fused", "fused: this library's; eager: plain PyTorch over all logits")
     loss_type: Preset = _option("dapo", "a preset of the loss")
-    importance_sampling_level: Level | None = _option(None, "of the ratio; default: the preset's")
     epsilon: float | None = _option(None, "lower clip range; default: the preset's")
     epsilon_high: float | None = _option(None, "upper clip range; default: the preset's, or epsilon where it is given")
-    delta: float | None = _option(None, "upper bound of the ratio (two-sided clipping)")
     scale_rewards: Scale | None = _option(None, "whose standard deviation divides advantages; default: the preset's")
     mask_truncated_completions: bool = _option(False, "leave completions without an end out of the loss")
-    off_policy_mask_threshold: float | None = _option(None, "drop sequences with A < 0 and a larger divergence")
-    entropy_coef: float = _option(0.0, "weight of the entropy bonus")
     beta: float = _option(0.0, "weight of the KL to the reference policy; 0: no reference policy")
-    kl_estimator: KL = _option("k3", "of the KL to the reference policy")
-    use_bias_correction_kl: bool = _option(False, "multiply the KL by the importance ratio (on by default in TRL)")
     kl_target: float | None = _option(None, "KL per token that an adaptive beta aims at")
-    kl_horizon: Count = _option(10_000, "completions over which an adaptive beta doubles, about")
-    sync_ref_model: bool = _option(False, "move the reference policy towards the policy")
-    ref_model_sync_steps: Count = _option(512, "optimizer steps between moves")
+    ref_model_sync_steps: Count | None = _option(None, "steps between moves of the reference policy; default: it stays")
     ref_model_mixup_alpha: Share = _option(0.6, "share of the policy in a move; 1: a copy")
-    teacher_model_name_or_path: str | None = _option(None, "a model of transformers with the same ids, to distil from")
-    distill_coef: Size = _option(1.0, "weight of the divergence to the teacher's distribution")
-    divergence: Divergence = _option("reverse_kl", "of the policy's distribution and the teacher's")
-    divergence_beta: float | None = _option(None, "the teacher's share of the mixture of jsd; default: 0.5")
-    distill_only: bool = _option(False, "rewards are measured and left out of the loss; on without reward_funcs")
-    sparse_backward: float | None = _option(None, "round small gradients of logits to 0 or this share; default: exact")
-    loss_options: str | None = _option(None, "further fields of GRPOConfig, as JSON")
+    loss_options: Json | None = _option(None, "further fields of GRPOConfig, as JSON")
 
-    # optimizer
+    teacher_model_name_or_path: str | None = _option(None, "a model of transformers with the same ids, to distil from")
+    distill_only: bool = _option(False, "rewards are measured and left out of the loss; on without reward_funcs")
+
     learning_rate: Size = _option(1e-6, "of AdamW")
     lr_scheduler_type: Schedule = _option("linear", "schedule of transformers")
-    lr_scheduler_kwargs: str | None = _option(None, "further arguments of the schedule, as JSON")
     warmup_steps: Natural = _option(0, "optimizer steps until the full rate")
-    adam_beta1: Decay = _option(0.9, "of AdamW")
-    adam_beta2: Decay = _option(0.999, "of AdamW")
-    adam_epsilon: Size = _option(1e-8, "of AdamW")
-    weight_decay: Size = _option(0.0, "of AdamW")
+    optim_args: Json | None = _option(None, f"{', '.join(ADAMW)} of AdamW, as JSON; without it weights do not decay")
     max_grad_norm: Size = _option(1.0, "gradients are scaled down to this norm; 0: never")
 
-    # evaluation, checkpoints, log
     eval_steps: Count | None = _option(None, "optimizer steps between evaluations; default: before and after only")
     eval_num_samples: Count = _option(4, "completions per held-out prompt")
     eval_max_prompts: Count | None = _option(None, "held-out prompts; default: all")
     correct_at: Finite | None = _option(
         None, "total reward that is correct, of pass@k; default: 1 where all are 0 or 1"
     )
+
     save_steps: Natural = _option(100, "optimizer steps between checkpoints; 0: one at the end")
     save_total_limit: Count | None = _option(2, "checkpoints that are kept")
     logging_steps: Count = _option(10, "optimizer steps between lines, where there is no progress bar")
-    logging_samples: Natural = _option(4, "completions per rollout in samples.jsonl")
     report_to: list[Tracker] = _option([], "trackers that get the numbers too")
-    seed: int = _option(0, "of weights, order of the data and samples")
-    disable_tqdm: bool = _option(False, "no progress bars")
 
     @property
     def passes_per_rollout(self) -> int:
@@ -252,12 +220,12 @@ class TrainArguments:
     @property
     def truncates(self) -> bool:
         """Whether sampling keeps a part of the vocabulary."""
-        return self.top_p < 1.0 or self.top_k > 0 or bool(self.min_p)
+        return self.top_p < 1.0 or self.top_k > 0
 
     @property
     def corrects(self) -> bool:
         """Whether another engine sampled, so that its log-probabilities weight the loss."""
-        return self.vllm_importance_sampling_correction and self.use_vllm
+        return self.use_vllm and self.vllm_importance_sampling_mode != "none"
 
     @property
     def distills_only(self) -> bool:
@@ -270,8 +238,10 @@ class TrainArguments:
         return self.eval_dataset_name or self.dataset_name
 
     def is_given(self, name: str) -> bool:
-        """Whether an option differs from its default."""
-        return bool(getattr(self, name) != getattr(type(self), name))
+        """Whether an option differs from its default; of a field of the loss, whether loss_options hold it."""
+        if name in (self.loss_options or {}):
+            return True
+        return hasattr(type(self), name) and bool(getattr(self, name) != getattr(type(self), name))
 
     def with_absolute_paths(self) -> TrainArguments:
         """The same options, whatever the working directory becomes: a reward function may change it."""
@@ -284,45 +254,26 @@ class TrainArguments:
     def loss_config(self) -> GRPOConfig:
         """The loss: the preset with what was given."""
         fixed = GRPOConfig.preset(self.loss_type).aggregation == "fixed_length"
-        given: dict[str, Any] = {
-            "importance_sampling_level": self.importance_sampling_level,
+        own: dict[str, Any] = {
             "epsilon_low": self.epsilon,
             "epsilon_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            "delta": self.delta,
             "advantage_scale": self.scale_rewards,
-            "off_policy_mask_threshold": self.off_policy_mask_threshold,
             "max_completion_length": self.max_completion_length if fixed else None,
             "temperature": self.temperature,
-            "entropy_coef": self.entropy_coef,
             "beta": self.beta,
-            "kl_estimator": self.kl_estimator if self.beta else None,
-            "use_bias_correction_kl": self.use_bias_correction_kl if self.beta else None,
-            "sparse_backward": self.sparse_backward,
         }
-        if self.teacher_model_name_or_path is not None and self.distill_coef:
-            given |= {name: getattr(self, name) for name in ("distill_coef", "divergence", "divergence_beta")}
-        further = self.from_json("loss_options")
-        if twice := given.keys() & further.keys():
-            raise ValueError(f"loss_options={self.loss_options!r}: {', '.join(sorted(twice))} has an option of its own")
+        further, where = self.loss_options or {}, f"loss_options={self.loss_options}"
+        if twice := own.keys() & further.keys():
+            raise ValueError(f"{where}: {', '.join(sorted(twice))} has an option of its own")
         if known := further.keys() & {"logit_scale", "logit_softcap"}:
-            raise ValueError(f"loss_options={self.loss_options!r}: {', '.join(sorted(known))} is read from the model")
-        if self.loss == "eager" and "chunk_rows" in further:
-            raise ValueError(f"loss_options={self.loss_options!r}: chunk_rows has no effect with loss='eager'")
+            raise ValueError(f"{where}: {', '.join(sorted(known))} is read from the model")
+        given = {name: value for name, value in own.items() if value is not None} | further
+        if self.teacher_model_name_or_path is not None:
+            given.setdefault("distill_coef", 1.0)
         try:
-            return GRPOConfig.preset(self.loss_type, **{k: v for k, v in given.items() if v is not None}, **further)
+            return GRPOConfig.preset(self.loss_type, **given)
         except TypeError as error:
-            raise ValueError(f"loss_options={self.loss_options!r}: {error}") from None
-
-    def from_json(self, name: str) -> dict[str, Any]:
-        """The object that an option holds as JSON; empty where it is not given."""
-        text = getattr(self, name)
-        try:
-            found = json.loads(text or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name}={text!r}: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"{name}={text!r}; expected an object of JSON")
-        return found
+            raise ValueError(f"{where}: {error}") from None
 
     def check_values(self) -> None:
         """Raise TypeError or ValueError for an option of another type or out of range, by its name."""
@@ -342,8 +293,6 @@ class TrainArguments:
                     for one in value if isinstance(value, list) else [value]:
                         if one not in expected:
                             raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
-        for name in ("lr_scheduler_kwargs", "vllm_kwargs"):
-            self.from_json(name)
         if self.reward_pattern is not None:
             compiled(self.reward_pattern)
 
@@ -354,7 +303,7 @@ class TrainArguments:
         for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
             if (path := getattr(self, name)) is not None:
                 check_path(name, path)
-        for wrong, sentence in self._contradictions(num_processes):
+        for wrong, sentence in (*self._contradictions(num_processes), *self._without_effect(num_processes)):
             if wrong:
                 raise ValueError(sentence)
         for option, package in (("use_peft", "peft"), ("use_vllm", "vllm")):
@@ -367,9 +316,6 @@ class TrainArguments:
         passes, rows = a.passes_per_rollout, a.rows_per_rollout(num_processes)
         teaches = a.teacher_model_name_or_path is not None
         yield from (
-            (a.soft_overlong_cache > a.max_completion_length,
-             f"soft_overlong_cache={a.soft_overlong_cache}; expected at most "
-             f"max_completion_length={a.max_completion_length}"),
             (passes % a.gradient_accumulation_steps > 0,
              f"steps_per_generation={a.steps_per_generation} is no multiple of "
              f"gradient_accumulation_steps={a.gradient_accumulation_steps}"),
@@ -389,55 +335,50 @@ class TrainArguments:
              "reward_funcs is empty; expected names of built-in rewards, module:function, or path/file.py:function"),
             (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
-            (a.vllm_tensor_parallel_size > 1,
-             f"vllm_tensor_parallel_size={a.vllm_tensor_parallel_size}; expected 1: each process samples prompts of "
-             "its own with an engine on its own GPU"),
             (a.share_prompts and a.gradient_checkpointing,
              "share_prompts keeps the keys and values that gradient_checkpointing recomputes: expected one of them"),
-            (a.loss == "eager" and a.truncates,
-             "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
-            (teaches and (a.loss == "eager" or a.truncates or a.sparse_backward is not None),
-             "the divergence to a teacher is over all ids, and exact: loss='eager', top_p, top_k, min_p and "
-             "sparse_backward do not go with teacher_model_name_or_path"),
-            (teaches and a.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
+            (a.loss == "eager" and a.truncates, "loss='eager' is over all ids: top_p and top_k do not go with it"),
+            (teaches and (a.loss == "eager" or a.truncates or config.sparse_backward is not None),
+             "the divergence to a teacher is over all ids, and exact: loss='eager', top_p, top_k and sparse_backward "
+             "do not go with teacher_model_name_or_path"),
+            (teaches and config.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
             (a.distills_only and a.dynamic_sampling,
              "dynamic_sampling goes by rewards, which distill_only leaves out of the loss"),
             (a.use_vllm and a.truncates and not a.top_k,
-             "use_vllm with top_p or min_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
+             "use_vllm with top_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
         )  # fmt: skip
+
+    def _without_effect(self, num_processes: int) -> Iterator[tuple[bool, str]]:
+        """The same of options, and fields of loss_options, that change nothing."""
+        a = self
         for name, data in (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name)):
             other = "" if a.eval_dataset_name else "; eval_dataset_name takes another one"
             yield is_one_split(data) and a.is_given(name), f"{name}={getattr(a, name)!r}: {data} is one split{other}"
-        arithmetic = a.model_name_or_path is None
-        held_out = arithmetic or a.dataset_test_split or a.eval_dataset_name
+        arithmetic, teacher = a.model_name_or_path is None, a.teacher_model_name_or_path
         for needed, present, names in (
-            ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "sync_ref_model")),
-            ("sync_ref_model", a.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
-            ("kl_target", a.kl_target, ("kl_horizon",)),
-            ("teacher_model_name_or_path", teaches, ("distill_coef", "divergence", "divergence_beta", "distill_only")),
+            ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
+            ("ref_model_sync_steps", a.ref_model_sync_steps, ("ref_model_mixup_alpha",)),
+            ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta", "distill_only")),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
-            ("loss=fused", a.loss == "fused", ("sparse_backward",)),
-            ("use_vllm", a.use_vllm, VLLM_OPTIONS),
+            ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows")),
+            ("use_vllm", a.use_vllm, (*VLLM_OPTIONS, "vllm_importance_sampling_mode")),
             ("sampling by transformers", not a.use_vllm, ("per_device_generation_batch_size",)),
-            ("use_vllm and vllm_importance_sampling_correction", a.corrects,
-             ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")),
+            ("use_vllm and a vllm_importance_sampling_mode", a.corrects, ("vllm_importance_sampling_clip_max",)),
             ("old or rollout log-probabilities (num_iterations, steps_per_generation, use_vllm)",
              a.steps_per_rollout > 1 or a.corrects, ("off_policy_mask_threshold",)),
-            ("dataset_test_split or eval_dataset_name", held_out,
+            ("dataset_test_split or eval_dataset_name", arithmetic or a.dataset_test_split or a.eval_dataset_name,
              ("eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at")),
             ("reward_funcs", a.reward_funcs,
-             ("reward_weights", "reward_timeout", "reward_pattern", "soft_overlong_cache", "step_delimiter",
-              "dataset_test_split", "eval_dataset_name")),
+             ("reward_weights", "reward_timeout", "reward_pattern", "step_delimiter", "dataset_test_split",
+              "eval_dataset_name")),
             ("the reward 'code'", "code" in a.reward_funcs, ("code_partial_credit",)),
             ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
             ("a schedule with warm-up", arithmetic or a.lr_scheduler_type != "constant", ("warmup_steps",)),
-            ("a schedule that takes arguments", not a.lr_scheduler_type.startswith("constant"),
-             ("lr_scheduler_kwargs",)),
             ("several processes (torchrun, accelerate launch)", num_processes > 1, ("fsdp",)),
         ):  # fmt: skip
             for name in names:
-                wrong = a.is_given(name) and not present
-                yield wrong, f"{name}={getattr(a, name)!r} has no effect without {needed}; leave it out"
+                value = (a.loss_options or {}).get(name, getattr(a, name, None))
+                yield a.is_given(name) and not present, f"{name}={value!r} has no effect without {needed}; leave it out"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -455,18 +396,25 @@ class _Help(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(name for name in action.option_strings if "_" not in name)
-        takes_none = action.nargs == 0 or isinstance(action, _Switch)
-        return names if takes_none else f"{names} {self._format_args(action, str(action.metavar))}"
+        return names if action.nargs in (0, "?") else f"{names} {self._format_args(action, str(action.metavar))}"
 
 
-class _Switch(argparse.Action):
-    """--name, --name=BOOL (as from YAML) or, where the default is true, --no-name."""
+def _truth(text: str) -> bool:
+    """As in YAML."""
+    found = yaml.safe_load(text)
+    if not isinstance(found, bool):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected true or false")
+    return found
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        text, negates = str(values).lower(), str(option_string).startswith("--no")
-        if text not in ("true", "false", "1", "0", "yes", "no") or (negates and values is not True):
-            parser.error(f"argument {option_string}: invalid value: {values!r} (expected true or false)")
-        setattr(namespace, self.dest, text in ("true", "1", "yes") and not negates)
+
+def _json(text: str) -> Json:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected an object of JSON")
+    return found
 
 
 def make_parser(command: str) -> argparse.ArgumentParser:
@@ -480,13 +428,12 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line has the last word")
     if command == "demo":
         demo.add_options(parser.add_argument_group("demo"))
-    hints, groups, title = get_type_hints(TrainArguments, include_extras=True), {}, ""
+    hints, group = get_type_hints(TrainArguments, include_extras=True), parser.add_argument_group("options")
     for field in dataclasses.fields(TrainArguments):
-        title = GROUPS.get(field.name, title)
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
+        if field.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[field.name])
         default = DEMO.get(field.name, field.default) if command == "demo" else field.default
-        _add_option(groups[title], field, hints[field.name], default)
+        _add_option(group, field, hints[field.name], default)
     return parser
 
 
@@ -496,21 +443,19 @@ def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any, default: A
     several = get_origin(hint) is list
     hint = get_args(hint)[0] if several else hint
     kind, choices = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
-    text = field.metadata["help"]
     names = list(dict.fromkeys([f"--{field.name.replace('_', '-')}", f"--{field.name}"]))
+    text = field.metadata["help"]
     if kind is bool:
-        if field.default:
-            names += [f"--no-{field.name.replace('_', '-')}", f"--no_{field.name}"]
-            text += " (default: on)"
-        group.add_argument(*names, dest=field.name, action=_Switch, nargs="?", const=True, help=text)
+        group.add_argument(*names, dest=field.name, type=_truth, nargs="?", const=True, help=text)
         return
     if default not in (None, dataclasses.MISSING):
         default = " ".join(default) if isinstance(default, list) else default
         text += f" (default: {default!r})" if default == "\n" else f" (default: {default})"
-    shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}[kind]
+    shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}.get(kind)
     group.add_argument(
-        *names, dest=field.name, type=kind, nargs="+" if several else None, metavar=shown, help=text.replace("%", "%%")
-    )
+        *names, dest=field.name, type=_json if kind == Json else kind, nargs="+" if several else None,
+        metavar=shown or "JSON", help=text.replace("%", "%%"),
+    )  # fmt: skip
 
 
 def suggestion(name: str) -> str:
@@ -518,7 +463,9 @@ def suggestion(name: str) -> str:
     options = TrainArguments.__dataclass_fields__
     name = name.lstrip("-").split("=")[0].replace("-", "_")
     near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, [*options, *ALIASES], cutoff=0.75)), None)
-    return "" if near is None else f" (did you mean --{ALIASES.get(near, near).replace('_', '-')}?)"
+    if near is None:
+        return ""
+    return f" (did you mean --{(near if near in options else ALIASES[near]).replace('_', '-')}?)"
 
 
 _NAMES = sorted([*TrainArguments.__dataclass_fields__, "config"], key=len, reverse=True)

@@ -19,12 +19,6 @@ from .arguments import TrainArguments
 from .rollout import Completion, left_padded
 
 
-def soft_overlong(length: int, arguments: TrainArguments) -> float:
-    """DAPO's penalty in [-1, 0] of a completion (arXiv:2503.14476, equation 13)."""
-    cache = arguments.soft_overlong_cache
-    return 0.0 if not cache else -min(max(0.0, (length - arguments.max_completion_length + cache) / cache), 1.0)
-
-
 def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
     """Index of the last token of each step of the text that rewards get. A delimiter ends a step, with the token that
     completes it; the last step ends with the completion.
@@ -62,7 +56,7 @@ def complete_characters(ids: Sequence[int], tokenizer: Any) -> list[int]:
     return found[1:]
 
 
-def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int, gamma: float) -> None:
+def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int) -> None:
     """Set `advantage` of each completion: () from its reward, or (T,) from the rewards of its steps.
 
     A completion without a verdict is out of its group's mean and standard deviation, and has advantage 0.
@@ -87,7 +81,7 @@ def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_gen
     rewards = _right_padded([torch.tensor(c.steps or (), dtype=torch.float32) for c in rollout], math.nan, "cpu")
     ends = _right_padded([torch.tensor(c.step_ends or (), dtype=torch.int64) for c in rollout], 0, "cpu")
     length = max(len(c.ids) for c in rollout)
-    found = process_advantages(rewards, ends, length, gamma=gamma, **options)
+    found = process_advantages(rewards, ends, length, **options)
     for c, advantage in zip(rollout, found, strict=True):
         c.advantage = advantage.new_zeros(len(c.ids)) if math.isnan(c.reward) else advantage[: len(c.ids)].clone()
 

@@ -32,10 +32,9 @@ RUN, STATE, TENSORS, ROLLOUT = "run.json", "state.json", "state.pt", "rollout.js
 OF_A_RUN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model")  # in an output folder
 # What may differ between a checkpoint and the run that goes on from it.
 FREE = {
-    "output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "logging_steps",
-    "logging_samples", "report_to", "disable_tqdm", "eval_steps", "eval_num_samples",
-    "eval_max_prompts", "correct_at", "dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization",
-    "vllm_max_model_length",
+    "output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "logging_steps", "report_to",
+    "eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at", "dataset_test_split", "eval_dataset_name",
+    "vllm_gpu_memory_utilization",
 }  # fmt: skip
 
 

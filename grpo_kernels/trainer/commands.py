@@ -126,7 +126,7 @@ def dry_run(arguments: TrainArguments) -> int:
         (shared,) = broadcast_object_list([folder])  # that of the first process
         run = Run(dataclasses.replace(
             arguments, output_dir=str(Path(shared) / "run"), resume_from_checkpoint=None,
-            disable_tqdm=True, logging_steps=2,  # no line of the one step
+            logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
             check_room(arguments.output_dir, run.bytes_of_checkpoint())

@@ -191,14 +191,14 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()
 
 
-def take(num_prompts: int, position: int, count: int, seed: int, *, shuffle: bool = True) -> list[int]:
+def take(num_prompts: int, position: int, count: int, seed: int) -> list[int]:
     """Indices of the prompts at position, ..., position + count - 1 of an endless order: that of a run.
 
-    Each epoch is a permutation of its own, made from (seed, epoch); without `shuffle`, it is 0, ..., num_prompts - 1.
+    Each epoch is a permutation of its own, made from (seed, epoch).
     A function of its arguments alone: a run that resumes needs no more than its position.
     """
     epochs = (divmod(i, num_prompts) for i in range(position, position + count))
-    return [_permutation(num_prompts, epoch, seed)[i] if shuffle else i for epoch, i in epochs]
+    return [_permutation(num_prompts, epoch, seed)[i] for epoch, i in epochs]
 
 
 @lru_cache(maxsize=2)  # a batch that crosses an epoch's end needs two

@@ -46,7 +46,7 @@ class RunLog:
         self.accelerator, self.writes, self.arguments = accelerator, accelerator.is_main_process, arguments
         self.paths = {name: folder / name for name in (LOG, SAMPLES)} if self.writes else {}
         self.monitor, self.phase_name = Monitor(), ""
-        hidden = arguments.disable_tqdm or not self.writes or None  # None: where stderr is no terminal
+        hidden = arguments.dry_run or not self.writes or None  # None: where stderr is no terminal
         self.said = time.monotonic()
         self.bar = tqdm(total=arguments.max_steps, desc="GRPO", disable=hidden, dynamic_ncols=True)
 

@@ -21,7 +21,6 @@ from .batch import (
     is_scored,
     loss_inputs,
     model_inputs,
-    soft_overlong,
     step_ends,
     without_gradient,
 )
@@ -39,6 +38,9 @@ from .rewards.scoring import Failure
 from .rollout import Completion, infer
 from .run import ENDS_UNSAVED, Run
 from .tasks import ARITHMETIC_MODEL
+
+SAMPLES = 4  # completions of a rollout in samples.jsonl
+KL_HORIZON = 10_000  # completions over which an adaptive beta doubles, about
 
 
 class Trainer:
@@ -97,11 +99,9 @@ class Trainer:
         run.log.phase("sampling")
         self.seconds, self.metrics, p.rollout_numbers = {"rewards": 0.0}, {}, {}
         rollout = self._sample()
-        if p.rollout_index == 0 and all(c.steps is None for c in rollout):
-            for name in ("gamma", "step_delimiter"):
-                if a.is_given(name):
-                    raise RunError(f"{name}={getattr(a, name)!r} has no effect: no function gave rewards of steps")
-        assign_advantages(rollout, self.config, a.num_generations, a.gamma)
+        if p.rollout_index == 0 and a.is_given("step_delimiter") and all(c.steps is None for c in rollout):
+            raise RunError(f"step_delimiter={a.step_delimiter!r} has no effect: no function gave rewards of steps")
+        assign_advantages(rollout, self.config, a.num_generations)
         if a.distills_only:
             for c in rollout:
                 c.advantage = torch.zeros(())
@@ -123,7 +123,7 @@ class Trainer:
         """num_generations scored completions of each of the next prompts, from all ranks."""
         a, p, prompts = self.arguments, self.progress, self.run.prompts
         num_groups = a.rows_per_rollout(self.ranks.count) // a.num_generations
-        chosen = take(len(prompts), p.cursor, num_groups, a.seed, shuffle=a.shuffle_dataset)
+        chosen = take(len(prompts), p.cursor, num_groups, a.seed)
         groups = [(i, prompts[index]) for i, index in enumerate(chosen) for _ in range(a.num_generations)]
         own = self.ranks.share(groups)
         ids = [prompt.ids for _, prompt in own]
@@ -195,11 +195,6 @@ class Trainer:
         if batch.steps is not None and not math.isnan(c.reward):
             c.step_ends = step_ends(c.ids, self.sampler.tokenizer, a.step_delimiter)
             c.steps = batch.steps[index] or [0.0] * (len(c.step_ends) - 1) + [c.reward]
-        if a.soft_overlong_cache:
-            penalty = c.rewards["soft_overlong"] = soft_overlong(len(c.ids), a)
-            c.reward += penalty
-            if c.steps:
-                c.steps[-1] += penalty
 
     def _score_under_policies(self, rollout: list[Completion]) -> None:
         """Set old_logps and ref_logps, by the passes and in the shapes of the updates: equal weights, equal bits."""
@@ -227,8 +222,8 @@ class Trainer:
         return [own[i : i + size] for i in range(0, len(own), size)]
 
     def _log_samples(self) -> None:
-        p, count = self.progress, self.arguments.logging_samples
-        for c in p.rollout[:: -(-len(p.rollout) // count)] if count else ():
+        p = self.progress
+        for c in p.rollout[:: -(-len(p.rollout) // SAMPLES)]:
             assert c.advantage is not None
             self.run.log.sample({
                 "step": p.step + 1, "prompt": c.prompt, "completion": self.sampler.text("", c.ids),
@@ -311,8 +306,8 @@ class Trainer:
                 raise RunError(f"the KL to the reference policy is {kl} before the first step; expected 0")
             if a.kl_target is not None:
                 error = min(max(kl / a.kl_target - 1.0, -0.2), 0.2)
-                p.beta *= 1.0 + error * completions / a.kl_horizon
-        if a.sync_ref_model and p.step % a.ref_model_sync_steps == 0:
+                p.beta *= 1.0 + error * completions / KL_HORIZON
+        if a.ref_model_sync_steps and p.step % a.ref_model_sync_steps == 0:
             self.reference.move(a.ref_model_mixup_alpha)
 
     # --- log, evaluation, end -----------------------------------------------------------------------------------------

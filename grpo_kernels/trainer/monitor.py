@@ -365,7 +365,7 @@ KINDS = {
     "no_learning_signal": Kind("No learning signal", ("zero_gradient_groups",), WINDOW, no_learning_signal,
         for_a_signal),
     "length_bias": Kind("Length bias", ("completions/mean_length",), 2 * SPAN, length_bias,
-        "Set a soft penalty of overlong completions (soft_overlong_cache); where the loss divides by a sequence's "
+        "Let a reward fall with the length near max_completion_length; where the loss divides by a sequence's "
         "length (grpo, gspo), use one that does not (dapo, dr_grpo)."),
     "truncation": Kind("Truncated completions", ("completions/clipped_ratio",), SOON, truncation,
         "Raise max_completion_length; check that the model's EOS ids are those that end a completion."),

@@ -93,7 +93,7 @@ class Run:
             if a.model_name_or_path is None and self.ranks.index == 0 and not Path(source).exists():
                 from .arithmetic import start_model
 
-                start_model(source, seed=a.seed, quiet=a.disable_tqdm)
+                start_model(source, seed=a.seed, quiet=a.dry_run)
         self._generation_config: GenerationConfig | None = None
         self.tokenizer = tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
         lm = load_model(source, a, self.checkpoint, given.model)
@@ -108,7 +108,9 @@ class Run:
         with advice_on_memory(a, lambda: "set-up"):
             self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
-        self.scheduler = _make_scheduler(self.optimizer, a)
+        self.scheduler = get_scheduler(
+            a.lr_scheduler_type, self.optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps
+        )
         self.teacher, name = None, a.teacher_model_name_or_path
         if name is not None:
             self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
@@ -311,19 +313,6 @@ def _environment() -> dict[str, Any]:
     return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
 
 
-def _make_scheduler(optimizer: Any, a: TrainArguments) -> Any:
-    try:
-        schedule = get_scheduler(
-            a.lr_scheduler_type, optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps,
-            scheduler_specific_kwargs=a.from_json("lr_scheduler_kwargs"),
-        )  # fmt: skip
-        for rate_at in schedule.lr_lambdas:  # some arguments are first read after the warm-up
-            rate_at(a.warmup_steps), rate_at(a.max_steps)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"lr_scheduler_kwargs={a.lr_scheduler_kwargs!r}: {error}") from None
-    return schedule
-
-
 # --- model, data, rewards ---------------------------------------------------------------------------------------------
 
 
@@ -336,11 +325,10 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
         if not split:
             return []
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    positions, whose = min((positions, "the model"), (a.vllm_max_model_length or math.inf, "vllm_max_model_length"))
     context = positions - a.max_completion_length
     if context < 1:
         raise ValueError(
-            f"max_completion_length={a.max_completion_length}; {whose} has {positions} positions for prompt and "
+            f"max_completion_length={a.max_completion_length}; the model has {positions} positions for prompt and "
             "completion"
         )
     prompts = load_prompts(

@@ -266,7 +266,6 @@ class _Draw:
             (logits_process.TemperatureLogitsWarper, float(a.temperature), 1.0),
             (logits_process.TopKLogitsWarper, a.top_k, 0),
             (logits_process.TopPLogitsWarper, a.top_p, 1.0),
-            (logits_process.MinPLogitsWarper, a.min_p or 0.0, 0.0),
         )
         self.warpers = [] if self.greedy else [warper(value) for warper, value, off in options if value != off]
         self.keeps_ids = a.truncates and not self.greedy

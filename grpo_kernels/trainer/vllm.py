@@ -35,18 +35,17 @@ class VLLM:
         self._step: int | None = None
         settings: dict[str, Any] = {
             "model": source, "dtype": "bfloat16" if a.bf16 else a.dtype, "seed": a.seed,
-            "gpu_memory_utilization": a.vllm_gpu_memory_utilization, "max_model_len": a.vllm_max_model_length,
-            "tensor_parallel_size": a.vllm_tensor_parallel_size, "enforce_eager": a.vllm_enforce_eager,
-            "trust_remote_code": a.trust_remote_code,
+            "gpu_memory_utilization": a.vllm_gpu_memory_utilization, "trust_remote_code": a.trust_remote_code,
+            "tensor_parallel_size": 1,  # each process samples prompts of its own
             # Under torchrun each process has an engine of its own; this launcher takes RANK and others from there.
             "distributed_executor_backend": "external_launcher" if "RANK" in os.environ else None,
             "generation_config": "vllm",  # not that of the model
             "logprobs_mode": "processed_logprobs",  # after the temperature and over the kept ids, as the loss has them
             **({"return_sampling_mask": True} if a.truncates else {}),
         }  # fmt: skip
-        further = a.from_json("vllm_kwargs")
+        further = a.vllm_kwargs or {}
         if twice := settings.keys() & further.keys():
-            raise ValueError(f"vllm_kwargs={a.vllm_kwargs!r}: the trainer sets {', '.join(sorted(twice))} itself")
+            raise ValueError(f"vllm_kwargs={a.vllm_kwargs}: the trainer sets {', '.join(sorted(twice))} itself")
         with self._reasons():
             self.engine = vllm.LLM(**settings, **further)
 
@@ -56,7 +55,7 @@ class VLLM:
         try:
             yield
         except Exception as error:  # of any type
-            given = [name for name in (*VLLM_OPTIONS, "top_p", "top_k", "min_p") if self._arguments.is_given(name)]
+            given = [name for name in (*VLLM_OPTIONS, "top_p", "top_k") if self._arguments.is_given(name)]
             options = ", ".join(f"{name}={getattr(self._arguments, name)!r}" for name in given)
             # pydantic's hold the reason among the values of all fields
             reason = " ".join(e["msg"] for e in error.errors()) if hasattr(error, "errors") else str(error)
@@ -74,7 +73,7 @@ class VLLM:
         options = {
             "max_tokens": a.max_completion_length, "n": 1, "repetition_penalty": 1.0, "temperature": a.temperature,
             # Greedy by top_k: for a temperature of 0 there are no sampling masks.
-            "top_p": a.top_p, "top_k": 1 if greedy else a.top_k, "min_p": a.min_p or 0.0,
+            "top_p": a.top_p, "top_k": 1 if greedy else a.top_k,
             "stop_token_ids": list(ends), "logprobs": 0, "detokenize": False,
         }  # fmt: skip
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
