@@ -198,7 +198,7 @@ GOLD = {"columns": Columns("prompt", "gold")}
     ([{"prompt": "1"}], GOLD, "no column \"gold\"; found 'prompt': answer_column"),
     ([{"prompt": "1", "answer": "2", "gold": "3"}], GOLD, "the data has a column 'answer' beside answer_column=gold"),
     ([7], {}, "the data, row 0 is 7; expected an object"),
-    ([{"prompt": "1", "levels": json.loads("[" * 101 + "]" * 101)}], {}, "'levels' is nested more than 100 levels deep"),
+    ([{"prompt": "1", "levels": json.loads("[" * 101 + "]" * 101)}], {}, "'levels' is nested more than 100 levels"),
     ("arithmetic", {"config": "main"}, "dataset_config='main' with 'arithmetic'"),
     ("arithmetic", {"split": "dev"}, "split='dev' of the generated task 'arithmetic'; expected 'train' or 'test'"),
 ])  # fmt: skip

@@ -371,19 +371,20 @@ def out_of_gpu_memory(*given, **options):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore of it")
 
 
-@pytest.mark.parametrize(("where", "options", "words"), [
-    ("sampling.generate", {}, "out of memory (sampling): {}; lower per_device_generation_batch_size=8 or "
+@pytest.mark.parametrize(("error", "where", "options", "words"), [
+    (out_of_cpu_memory, "generate", {},
+     "out of memory (sampling): {}; lower per_device_generation_batch_size=8 or max_completion_length=5"),
+    (out_of_gpu_memory, "fused_grpo_loss", {},
+     "out of memory (updates): {}; lower per_device_train_batch_size=8 (with gradient_accumulation_steps=1 raised as "
+     "much, steps stay the same) or max_completion_length=5, or turn on gradient_checkpointing or use_peft"),
+    (out_of_cpu_memory, "fused_grpo_loss", {"gradient_checkpointing": True, "use_peft": True},
      "max_completion_length=5"),
-    ("model.fused_grpo_loss", {}, "out of memory (updates): {}; lower per_device_train_batch_size=8 (with "
-     "gradient_accumulation_steps=1 raised as much, steps stay the same) or max_completion_length=5, or turn on "
-     "gradient_checkpointing or use_peft"),
-    ("model.fused_grpo_loss", {"gradient_checkpointing": True, "use_peft": True}, "max_completion_length=5"),
-    ("model.fused_logps", {}, "out of memory (set-up): {}; a smaller model, fsdp over several GPUs, or use_peft"),
+    (out_of_gpu_memory, "fused_logps", {},
+     "out of memory (set-up): {}; a smaller model, fsdp over several GPUs, or use_peft"),
 ])  # fmt: skip
-@pytest.mark.parametrize("error", [out_of_cpu_memory, out_of_gpu_memory])
 def test_what_to_lower_where_memory_runs_out(error, where, options, words, model, data, tmp_path, monkeypatch, capfd):
     reason = "CUDA out of memory. Tried to allocate 20.00 GiB." if error is out_of_gpu_memory else ""
-    monkeypatch.setattr("grpo_kernels.trainer." + where.replace("sampling.", "model."), error)
+    monkeypatch.setattr(f"grpo_kernels.trainer.model.{where}", error)
     for further in ({}, {"dry_run": True}):
         assert run(model, data, tmp_path / "run", **options, **further) in (1, 2)
         said = capfd.readouterr().err
