@@ -298,3 +298,26 @@ def test_the_rows_and_their_rewards(countdown, tmp_path):
         step=0,
     )  # fmt: skip
     assert batch.total.tolist() == pytest.approx(list(expected.values())) and not batch.failures
+
+
+# --- examples/run_program.py ------------------------------------------------------------------------------------------
+
+ADDS = "print(sum(map(int, input().split())))"
+PROGRAMS = {  # 1.0: it prints 3
+    ADDS: 1.0, f"It adds:\n```python\n{ADDS}\n```\nDone.": 1.0, "print(4)": 0.0, "print(3)\n1 / 0": 0.0,
+    "while True: pass": 0.0, "print(3)\nwhile True: print('x' * 10**6)": 0.0, "print(3)\nbytearray(2 << 30)": 0.0,
+    "import time\nprint(3, flush=True)\ntime.sleep(1000)": 0.0,
+    "import os\nassert not os.environ.keys() - {'LC_CTYPE'} and os.listdir() == ['program.py']\nprint(3)": 1.0,
+    # What it has started ends with it.
+    "import os, time\nif os.fork() == 0:\n  time.sleep(2)\n  open('LATE', 'w')\nelse: print(3)": 1.0,
+}  # fmt: skip
+
+
+def test_programs_run_under_limits(tmp_path, monkeypatch):
+    example = load("run_program")
+    monkeypatch.setattr(example, "WALL_SECONDS", 5)
+    programs = [program.replace("LATE", str(tmp_path / "late")) for program in PROGRAMS]
+    count = len(programs)
+    assert example.passes(programs, ["1 2\n"] * count, ["3"] * count) == list(PROGRAMS.values())
+    assert example.passes([[{"role": "assistant", "content": ADDS}]], ["1 2"], ["3"]) == [1.0]
+    assert not (tmp_path / "late").exists()
