@@ -80,10 +80,14 @@ def test_a_call_goes_on_where_one_was_stopped(lora, number, kind, model, data, t
         call(output, training.constant, resume_from_checkpoint="auto")
 
 
+def of_tests(completions, tests):
+    """A reward that reads a column which the data lacks."""
+
+
 def test_a_second_run_of_a_process_has_its_own_options(model, data, tmp_path):
     """accelerate keeps what the first Accelerator was made with; that of a user stays as it is."""
     with pytest.raises(ValueError, match="reads the column 'tests'"):
-        train(str(model), "code", str(data), options(tmp_path / "failed", bf16=True))
+        train(str(model), of_tests, str(data), options(tmp_path / "failed", bf16=True))
     for bf16 in (False, True):
         assert train(str(model), training.length, str(data), options(tmp_path / str(bf16), bf16=bf16))["steps"] == 3
     norms = [[step["grad_norm"] for step in training.steps(tmp_path / name)] for name in ("False", "True")]
@@ -290,5 +294,5 @@ def test_bad_input_raises(changes, kind, words, model, data, tmp_path):
 def test_a_call_that_failed_holds_no_folder(model, data, tmp_path):
     """In a notebook the error lives on, and with it the frames of the call."""
     with pytest.raises(ValueError, match="reads the column 'tests'") as caught:
-        train(str(model), "code", str(data), options(tmp_path / "run"))
+        train(str(model), of_tests, str(data), options(tmp_path / "run"))
     assert train(model, "exact_answer", data, options(tmp_path / "run"))["steps"] == 3 and caught.value

@@ -144,7 +144,6 @@ class TrainArguments:
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
     reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
     reward_pattern: str | None = _option(None, "regular expression of the reward 'format'")
-    code_partial_credit: bool = _option(False, "the reward 'code' gives the share of the tests that are passed")
     step_delimiter: str = _option("\n", "ends a step, where a reward function returns one reward per step")
 
     num_generations: Count = _option(8, "completions per prompt")
@@ -371,7 +370,6 @@ class TrainArguments:
             ("reward_funcs", a.reward_funcs,
              ("reward_weights", "reward_timeout", "reward_pattern", "step_delimiter", "dataset_test_split",
               "eval_dataset_name")),
-            ("the reward 'code'", "code" in a.reward_funcs, ("code_partial_credit",)),
             ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
             ("a schedule with warm-up", arithmetic or a.lr_scheduler_type != "constant", ("warmup_steps",)),
             ("several processes (torchrun, accelerate launch)", num_processes > 1, ("fsdp",)),

@@ -26,7 +26,6 @@ from .loop import Trainer
 from .memory import advice_on_memory
 from .ranks import on_cpu
 from .records import counted
-from .rewards import SandboxUnavailable
 from .run import Run
 from .saving import check_room
 from .tasks import ARITHMETIC_MODEL
@@ -47,7 +46,7 @@ def train(argv: Sequence[str], command: str = "train", wording: Callable[[str], 
         return 130
     except BrokenPipeError:  # what was told is not read any more: no sentence helps
         raise
-    except (ValueError, TypeError, ImportError, OSError, SandboxUnavailable) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"grpo-kernels {command}: {wording(str(error))}", file=sys.stderr)
         return 2
     try:

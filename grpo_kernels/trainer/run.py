@@ -366,7 +366,6 @@ def make_rewards(
         a.reward_weights,
         timeout=a.reward_timeout,
         pattern=a.reward_pattern,
-        code_partial_credit=a.code_partial_credit,
     )
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
         names = {name: None for prompt in part for name in prompt.columns}

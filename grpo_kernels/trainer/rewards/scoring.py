@@ -17,7 +17,6 @@ from .. import RunError
 from ..data import MOST_LEVELS, is_flat
 from . import answers
 from .answers import TAGS, format
-from .programs import Code, read_tests
 from .worker import Result, Worker, call, find
 
 NAN = float("nan")
@@ -42,7 +41,6 @@ BUILT_IN = {
     "gsm8k": BuiltIn(answers.gsm8k, "answer", answers.gold_number),
     "last_number": BuiltIn(answers.last_number, "answer", answers.gold_number),
     "format": BuiltIn(format),
-    "code": BuiltIn(Code, "tests", read_tests),
 }
 
 
@@ -91,9 +89,7 @@ class Value(NamedTuple):
 class Function:
     """A reward function by its name: in this process, or in a worker if it is the user's and there is a time limit."""
 
-    def __init__(
-        self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None, partial_credit: bool
-    ) -> None:
+    def __init__(self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None) -> None:
         self.constants: dict[str, Any] = {}
         self.built_in = built_in = BUILT_IN.get(spec) if isinstance(spec, str) else None
         in_worker: str | None = None
@@ -101,9 +97,7 @@ class Function:
             self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
         elif built_in is not None:
             self.name, self.function = spec, built_in.function
-            if spec == "code":
-                self.function = Code(partial_credit=partial_credit)
-            elif spec == "format" and pattern is not None:  # which may take forever on some text
+            if spec == "format" and pattern is not None:  # which may take forever on some text
                 self.constants, in_worker = {"pattern": pattern}, f"{answers.__file__}:format"
         elif ":" in spec or "." in spec:
             self.name, self.function, in_worker = spec.replace(":", ".").rpartition(".")[2], find(spec), spec
@@ -146,7 +140,7 @@ class Rewards:
     """Reward functions and their weights.
 
     Args:
-        specs: each a built-in name (exact_answer, gsm8k, format, code), "module:function", "path/file.py:function",
+        specs: each a built-in name (exact_answer, gsm8k, format), "module:function", "path/file.py:function",
             "package.module.function", or a callable. Signature as in TRL: function(prompts, completions,
             completion_ids, trainer_state, log_metric, log_extra, **columns) -> list of float, None, or list of float
             (rewards of steps); async functions as well. None: the function does not apply to this completion. NaN,
@@ -155,7 +149,6 @@ class Rewards:
         timeout: seconds of CPU time for a call of a function given by its module, which then runs in a process of its
             own. A call that takes longer or raises is repeated for each completion alone, to find those that fail.
         pattern: for "format", a regular expression in place of <think>...</think><answer>...</answer>.
-        code_partial_credit: for "code", the share of the tests that are passed, in place of 1 for all of them and 0.
 
     Raises:
         ValueError: an unknown function, two of the same name, weights that do not fit.
@@ -168,7 +161,6 @@ class Rewards:
         *,
         timeout: float | None = None,
         pattern: str | None = None,
-        code_partial_credit: bool = False,
     ) -> None:
         if timeout is not None and not 0 < timeout < math.inf:
             raise ValueError(f"reward timeout is {timeout!r}, expected seconds above 0")
@@ -180,7 +172,7 @@ class Rewards:
                 f"reward_weights is {weights!r}, expected one finite number for each of {len(specs)} functions"
             )
         self.weights = weights
-        self.functions = [Function(spec, timeout, pattern, code_partial_credit) for spec in specs]
+        self.functions = [Function(spec, timeout, pattern) for spec in specs]
         self.names = [function.name for function in self.functions]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
@@ -189,8 +181,8 @@ class Rewards:
         """Tries whether the functions can score each row of a data set.
 
         Raises:
-            ValueError: a missing column, one that the trainer passes itself, or a row whose answer or tests a built-in
-                function cannot read, by its number from 0.
+            ValueError: a missing column, one that the trainer passes itself, or a row whose answer a built-in function
+                cannot read, by its number from 0.
         """
         if taken := sorted(columns.keys() & GIVEN):
             raise ValueError(
