@@ -167,7 +167,7 @@ def test_rewards_of_steps():
         batch = score([function], ["a", "b"])
         assert batch.steps is None and batch.total[0] == 1.0
     assert score([returns(torch.ones(2), torch.ones(1))], ["a", "b"]).steps == [[1.0, 1.0], [1.0]]
-    with pytest.raises(ValueError, match=r"completion 0: .* rewards of \[2, 1\] steps"):
+    with pytest.raises(ValueError, match=r"completion 0: .* rewards of \[1, 2\] steps"):
         score([returns([1, 2]), returns([1], name="b")], ["a"])
     assert score([returns([1, NAN], [1])], ["a", "b"]).steps == [[], [1.0]]
     assert score([returns([1], [1]), returns(NAN, 1, name="b")], ["a", "b"]).steps == [[], [2.0]]
@@ -226,8 +226,8 @@ def message(data):
     (lambda path: message(b'{"value": [1], "metrics": {"a": []}, "extra": {}, "error": null}'), "is no answer: "),
     (lambda path: message(b'{"value": [1], "metrics": {}, "extra": {"a": 1}, "error": null}'), "is no answer: "),
     (lambda path: message(b'{"value": [1], "metrics": {}, "extra": {}, "error": 1}'), "is no answer: "),
-    (lambda path: struct.pack("!iQ", -1, 1 << 60), "announced an answer of -1 bytes"),
-    (lambda path: struct.pack("!i", 1 << 30), "announced an answer of 1,073,741,824 bytes"),
+    (lambda path: struct.pack("!iQ", -1, 1 << 60), "is no answer: "),
+    (lambda path: struct.pack("!i", 1 << 30), "is no answer: "),
     (lambda path: message(b"[1.0, 2.0]")[:-3], "timed out"),
     (lambda path: message(b"")[:2], "timed out"),
 ], ids=range(13))  # fmt: skip
@@ -247,9 +247,9 @@ def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, why, tmp_path, 
 def test_a_process_that_reads_nothing_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(module, "WALL_PER_CPU", 5)
     worker = module.Worker("own_rewards:length", 0.2)
-    worker.call({"completions": ["a"], "prompts": [], "completion_ids": []})
-    os.kill(worker._process._process.pid, signal.SIGSTOP)
-    result = worker.call({"completions": ["a" * 10_000_000], "prompts": [], "completion_ids": []})
+    worker.call(pickle.dumps(dict(completions=["a"], prompts=[], completion_ids=[])))
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    result = worker.call(pickle.dumps(dict(completions=["a" * 10_000_000], prompts=[], completion_ids=[])))
     assert result.late and "timed out" in result.error[0]
     worker.close()
 
@@ -326,8 +326,8 @@ def test_results_of_the_wrong_length_or_type(values, text):
 @pytest.mark.parametrize(("given", "text"), [
     (dict(specs=["no_such"]), "'no_such' is none of the built-in ones (exact_answer, arithmetic, gsm8k"),
     (dict(specs=["no_module:f"]), "module 'no_module' cannot be imported: ModuleNotFoundError"),
-    (dict(specs=["folder/own.py"]), "'folder/own.py' names no function; expected folder/own.py:function"),
-    (dict(specs=["own_rewards:"]), "neither a built-in one nor module:function"),
+    (dict(specs=["folder/own.py"]), "'folder/own.py' names no function; expected module:function or"),
+    (dict(specs=["own_rewards:"]), "names no function"),
     (dict(specs=["own_rewards:nothing"]), "has no such name: 'nothing'"),
     (dict(specs=["own_rewards:value"]), "has a int, expected a function: 'value'"),
     (dict(specs=["format"], weights=[1.0, 2.0]), "expected one finite number for each of 1 functions"),
@@ -396,7 +396,7 @@ def test_pitfall_12_a_reward_that_hangs_is_killed(name, tmp_path, monkeypatch):
     limit = {"slow_expression": "0.2 s of CPU", "sleeps": "2 s of wall-clock", "leaves": "ended with status 3"}[name]
     assert failure.row == 1 and limit in failure.message
     worker = rewards.functions[0].worker
-    pid = worker._process._process.pid
+    pid = worker.process.pid
     rewards.close()
     assert not Path(f"/proc/{pid}").exists()
 
@@ -433,15 +433,13 @@ def test_pitfall_12_cpu_time_decides_and_not_the_load_of_the_machine():
 def test_pitfall_12_a_worker_ends_with_the_trainer(own_module, tmp_path):
     """SIGKILL in the middle of a call that would not end for 1000 seconds."""
     code = f"""
-    import sys, types
-    sys.path.insert(0, {str(own_module)!r})
-    package = sys.modules["rewards"] = types.ModuleType("rewards")
-    package.__path__ = [{str(Path(module.__file__).parent)!r}]  # without torch
-    from rewards.worker import Worker
+    import pickle, sys
+    sys.path += [{str(own_module)!r}, {str(Path(module.__file__).parent)!r}]
+    from worker import Worker
     worker = Worker("own_rewards:sleeps", 100)
-    worker.call(dict(completions=["a"]))
-    print(worker._process._process.pid, flush=True)
-    worker.call(dict(completions=["sleep"]))
+    worker.call(pickle.dumps(dict(completions=["a"])))
+    print(worker.process.pid, flush=True)
+    worker.call(pickle.dumps(dict(completions=["sleep"])))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     environment = os.environ | {"ASLEEP": str(tmp_path / "asleep")}

@@ -1,7 +1,4 @@
-"""Rewards: scoring.py calls functions, in a process of worker.py where they have limits, and adds up their numbers.
-
-answers.py has the built-in ones; process.py is the process that worker.py talks to.
-"""
+"""Rewards: scoring.py adds up what functions give, worker.py finds and calls them, answers.py has the built-in ones."""
 
 from .scoring import RewardBatch, Rewards
 

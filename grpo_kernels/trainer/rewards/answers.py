@@ -18,6 +18,9 @@ MARKED = [re.compile(r"####[ \t]*([^\n]{0,200})"), re.compile(r"\\boxed\{([^{}\n
 SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+WITHOUT_TAGS = r"(?:(?!</?think>|</?answer>).)*"
+# Each tag once, in order, with only blanks around the blocks.
+FORM = re.compile(rf"\s*<think>{WITHOUT_TAGS}</think>\s*<answer>{WITHOUT_TAGS}</answer>\s*", re.DOTALL)
 
 
 def text_of(completion: Any) -> str:
@@ -106,17 +109,6 @@ def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 # --- the form ---------------------------------------------------------------------------------------------------------
 
 
-def has_form(text: str) -> bool:
-    """Whether `text` is <think>...</think><answer>...</answer>: each tag once, in order, with blanks alone around the
-    blocks. Without a regular expression, so that no text takes longer than another."""
-    places = [text.find(tag) for tag in TAGS]
-    if any(text.count(tag) != 1 for tag in TAGS) or places != sorted(places):
-        return False
-    between = text[places[1] + len(TAGS[1]) : places[2]]
-    after = text[places[3] + len(TAGS[3]) :]
-    return not (text[: places[0]] + between + after).strip()
-
-
 def compiled(pattern: str) -> re.Pattern[str]:
     """`pattern` as the reward takes it: "." is any character. Raises ValueError where it is no regular expression."""
     try:
@@ -141,9 +133,9 @@ def format(
     texts = [text_of(completion) for completion in completions]
     begun = [opening_of(prompt, opening) for prompt in prompts] or [opening] * len(texts)
     if pattern is None:
-        return [float(has_form(first + text)) for first, text in zip(begun, texts, strict=True)]
+        return [float(bool(FORM.fullmatch(first + text))) for first, text in zip(begun, texts, strict=True)]
     match = compiled(pattern).fullmatch
     return [
-        float(any(match(whole.strip()) for whole in dict.fromkeys((text, first + text))))
+        float(any(match(whole.strip()) for whole in {text, first + text}))
         for first, text in zip(begun, texts, strict=True)
     ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ import torch
 from .. import RunError
 from ..data import MOST_LEVELS, is_flat
 from . import answers
-from .answers import TAGS, format
+from .answers import TAGS
 from .worker import Result, Worker, call, find
 
 NAN = float("nan")
@@ -25,22 +25,13 @@ GOLDEN_RATIO = 0.618034
 MOST_LATE = 8
 # What functions get beside the columns.
 GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-
-
-class BuiltIn(NamedTuple):
-    """column: what the function reads; check: raises ValueError for a value with which it cannot score a row."""
-
-    function: Callable[..., Any]
-    column: str = ""
-    check: Callable[[Any], object] = str
-
-
-BUILT_IN = {
-    "exact_answer": BuiltIn(answers.exact_answer, "answer", answers.gold_text),
-    "arithmetic": BuiltIn(answers.exact_answer, "answer", answers.gold_text),  # by the name of the generated task
-    "gsm8k": BuiltIn(answers.gsm8k, "answer", answers.gold_number),
-    "last_number": BuiltIn(answers.last_number, "answer", answers.gold_number),
-    "format": BuiltIn(format),
+# Each with what raises ValueError for a row's answer that it cannot read.
+BUILT_IN: dict[str, tuple[Callable[..., list[float]], Callable[[Any], object] | None]] = {
+    "exact_answer": (answers.exact_answer, answers.gold_text),
+    "arithmetic": (answers.exact_answer, answers.gold_text),  # by the name of the generated task
+    "gsm8k": (answers.gsm8k, answers.gold_number),
+    "last_number": (answers.last_number, answers.gold_number),
+    "format": (answers.format, None),
 }
 
 
@@ -67,8 +58,8 @@ class RewardBatch:
     seconds: name -> wall-clock time. metrics: of `log_metric`, means. extra: of `log_extra`, B values for each column.
     """
 
-    total: torch.Tensor
-    by_name: dict[str, torch.Tensor]
+    total: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    by_name: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: list[list[float]] | None = None
     failures: list[Failure] = field(default_factory=list)
     fatal: Failure | None = None
@@ -91,49 +82,70 @@ class Function:
 
     def __init__(self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None) -> None:
         self.constants: dict[str, Any] = {}
-        self.built_in = built_in = BUILT_IN.get(spec) if isinstance(spec, str) else None
+        self.check_answer: Callable[[Any], object] | None = None
         in_worker: str | None = None
         if callable(spec):
             self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
-        elif built_in is not None:
-            self.name, self.function = spec, built_in.function
+        elif spec in BUILT_IN:
+            self.name, (self.function, self.check_answer) = spec, BUILT_IN[spec]
             if spec == "format" and pattern is not None:  # which may take forever on some text
                 self.constants, in_worker = {"pattern": pattern}, f"{answers.__file__}:format"
         elif ":" in spec or "." in spec:
             self.name, self.function, in_worker = spec.replace(":", ".").rpartition(".")[2], find(spec), spec
         else:
-            names = ", ".join(BUILT_IN)
             raise ValueError(
-                f"reward {spec!r} is none of the built-in ones ({names}); your own is module:function or "
+                f"reward {spec!r} is none of the built-in ones ({', '.join(BUILT_IN)}); your own is module:function or "
                 "path/file.py:function"
             )
         self.worker = Worker(in_worker, timeout) if in_worker and timeout is not None else None
 
     def call(self, given: dict[str, Any]) -> Result:
-        """What it changes in its arguments is not changed for others: completion_ids are what is trained on."""
-        given = given | self.constants
+        """It gets copies: what it changes in its arguments is not changed for others, who train on completion_ids."""
         try:
-            if self.worker:
-                return self.worker.call(given)
-            ids = [list(row) for row in given["completion_ids"]]  # deepcopy takes 0.3 s for a million of them
-            others = copy.deepcopy({name: value for name, value in given.items() if name != "completion_ids"})
+            arguments = pickle.dumps(given | self.constants)
+            return self.worker.call(arguments) if self.worker else call(self.function, pickle.loads(arguments))
         except Exception as error:  # of what a column holds, or of a process that cannot start again
             raise RunError(f"reward {self.name!r} cannot be called: {type(error).__name__}: {error}") from error
-        return call(self.function, {**others, "completion_ids": ids})
 
-    def reads(self) -> list[str]:
-        """The arguments that it does not go without."""
+    def call_each(self, given: dict[str, list[Any]], state: dict[str, Any]) -> list[Result]:
+        """Calls it for each completion alone, in an order that is spread over the batch: where the first MOST_LATE time
+        out, the others would as well (a server that is down), and are not waited for."""
+        count = len(given["completions"])
+        found: dict[int, Result] = {}
+        for i in sorted(range(count), key=lambda i: i * GOLDEN_RATIO % 1):
+            if len(found) == MOST_LATE and all(result.late for result in found.values()):
+                return [found.get(i, found[0]) for i in range(count)]
+            found[i] = self.call({**{name: [values[i]] for name, values in given.items()}, **state})
+        return [found[i] for i in range(count)]
+
+    def values(self, result: Result, size: int) -> list[Value]:
+        """Returns those of `size` completions; raises RunError for a result of the wrong length or type."""
+        if result.error:
+            return [Value(NAN, error=result.error)] * size
+        if not isinstance(result.value, list):
+            raise self.returned(type(result.value).__name__, f"a list of {size} numbers")
+        if len(result.value) != size:
+            raise self.returned(f"{len(result.value)} values", f"{size}, one for each completion")
+        return [Value(NAN) if item is None else self.value(item) for item in result.value]
+
+    def value(self, item: Any) -> Value:
+        has_steps = isinstance(item, (list, tuple))
+        numbers = list(item) if has_steps else [item]
+        if not numbers:
+            expected = "a number for each of its steps, at least one, or None where it does not apply"
+            raise self.returned("[] for a completion", expected)
         try:
-            parameters = inspect.signature(self.function).parameters.values()
-        except (TypeError, ValueError):  # some written in C have none
-            return []
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        return [p.name for p in named if p.default is p.empty]
+            if any(isinstance(number, (str, bytes)) for number in numbers):
+                raise TypeError
+            numbers = [float(number) for number in numbers]
+        except (TypeError, ValueError, OverflowError):
+            raise self.returned(f"{_shown(item)} for a completion", "a number or None") from None
+        if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
+            return Value(NAN, error=(f"reward {self.name!r} returned {_shown(item)}",) * 2)
+        return Value(sum(numbers), numbers if has_steps else None)
 
-    def close(self) -> None:
-        closable = self.worker or self.function
-        if hasattr(closable, "close"):
-            closable.close()
+    def returned(self, found: str, expected: str) -> RunError:
+        return RunError(f"reward {self.name!r} returned {found}, expected {expected}")
 
 
 class Rewards:
@@ -166,12 +178,11 @@ class Rewards:
             raise ValueError(f"reward timeout is {timeout!r}, expected seconds above 0")
         if pattern is not None and "format" not in specs:
             raise ValueError("a pattern has no effect without the reward 'format'")
-        weights = [1.0] * len(specs) if weights is None else list(weights)
-        if len(weights) != len(specs) or not all(math.isfinite(weight) for weight in weights):
+        self.weights = [1.0] * len(specs) if weights is None else list(weights)
+        if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
             raise ValueError(
                 f"reward_weights is {weights!r}, expected one finite number for each of {len(specs)} functions"
             )
-        self.weights = weights
         self.functions = [Function(spec, timeout, pattern) for spec in specs]
         self.names = [function.name for function in self.functions]
         if len(set(self.names)) < len(self.names):
@@ -189,16 +200,14 @@ class Rewards:
                 f"the data has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
             )
         for function in self.functions:
-            for column in function.reads():
-                if column not in columns.keys() | GIVEN:
-                    raise ValueError(
-                        f"reward {function.name!r} reads the column {column!r}; there are: "
-                        f"{', '.join(columns) or 'none'}"
-                    )
-            column, check = function.built_in[1:] if function.built_in else ("", str)
-            for row, value in enumerate(columns.get(column, ())):
+            for p in inspect.signature(function.function).parameters.values():
+                needed = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+                if needed and p.name not in columns.keys() | GIVEN:
+                    there = ", ".join(columns) or "none"
+                    raise ValueError(f"reward {function.name!r} reads the column {p.name!r}; there are: {there}")
+            for row, answer in enumerate(columns.get("answer", ()) if function.check_answer else ()):
                 try:
-                    check(value)
+                    function.check_answer(answer)  # type: ignore[misc]
                 except ValueError as error:
                     raise ValueError(f"row {row}, reward {function.name!r}: {error}") from None
 
@@ -209,7 +218,7 @@ class Rewards:
             ValueError: the text of no completion can have the form.
         """
         for function in self.functions:
-            if function.built_in is not BUILT_IN["format"]:
+            if function.function is not answers.format:
                 continue
             pattern = function.constants.get("pattern")
             if lost := [tag for tag in TAGS if tag in (pattern or tag) and not _is_written(tag, tokenizer)]:
@@ -234,26 +243,29 @@ class Rewards:
     ) -> RewardBatch:
         """Raises: RunError for a result of the wrong length or type."""
         given = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
-        batch = RewardBatch(torch.empty(0), {})
-        state = {"trainer_state": SimpleNamespace(global_step=step)}
-        table = []
+        state, count = {"trainer_state": SimpleNamespace(global_step=step)}, len(completions)
+        batch, table = RewardBatch(), []
         for function in self.functions:
             start = time.perf_counter()
-            values = values_of(function, given, state, batch)
+            results = [function.call({**given, **state})]
+            if results[0].error and count > 1:  # for which of them?
+                results = function.call_each(given, state)
             batch.seconds[function.name] = time.perf_counter() - start
+            values = [value for result in results for value in function.values(result, count // len(results))]
+            table.append(values)
             batch.by_name[function.name] = torch.tensor([value.number for value in values], dtype=torch.float32)
             failures = [Failure(function.name, row, *value.error) for row, value in enumerate(values) if value.error]
             batch.failures += failures
-            if failures and len(failures) == len(completions):
+            if failures and len(failures) == count:
                 batch.fatal = batch.fatal or failures[0]._replace(row=None)
-            table.append(values)
+            _log(results, count, batch)
         numbers = torch.tensor([[value.number for value in values] for values in table], dtype=torch.float64)
         weighted = numbers * torch.tensor(self.weights, dtype=torch.float64)[:, None]
         weighted[:, [failure.row for failure in batch.failures]] = NAN
         batch.total = weighted.nansum(0).masked_fill(weighted.isnan().all(0), NAN).float()
-        if any(value.steps is not None for values in table for value in values):
+        if any(value.steps for values in table for value in values):
             batch.steps = [self._steps(row, i) for i, row in enumerate(zip(*table, strict=True))]
-        if batch.fatal is None and len(completions) and not batch.total.isfinite().any():
+        if batch.fatal is None and count and not batch.total.isfinite().any():
             names = ", ".join(self.names)
             text = f"no completion of step {step} was scored: {names} gave None or failed for each"
             batch.fatal = Failure(names, None, text, batch.failures[0].traceback if batch.failures else text)
@@ -261,79 +273,37 @@ class Rewards:
 
     def close(self) -> None:
         for function in self.functions:
-            function.close()
+            if function.worker:
+                function.worker.close()
 
-    def _steps(self, row: Sequence[Value], index: int) -> list[float]:
+    def _steps(self, values: Sequence[Value], index: int) -> list[float]:
         """The weighted rewards of a completion's steps; the last has what functions gave for the whole completion."""
-        lists = [[w * r for r in value.steps] for w, value in zip(self.weights, row, strict=True) if value.steps]
-        if any(value.error for value in row):
+        counts = {len(value.steps) for value in values if value.steps}
+        if not counts or any(value.error for value in values):
             return []
-        if len({len(steps) for steps in lists}) > 1:
-            raise RunError(f"completion {index}: reward functions gave rewards of {[len(s) for s in lists]} steps")
-        found = [sum(parts) for parts in zip(*lists, strict=True)]
-        for weight, value in zip(self.weights, row, strict=True):
-            if found and value.steps is None and not math.isnan(value.number):
-                found[-1] += weight * value.number
+        if len(counts) > 1:
+            raise RunError(f"completion {index}: reward functions gave rewards of {sorted(counts)} steps")
+        found = [0.0] * counts.pop()
+        for weight, value in zip(self.weights, values, strict=True):
+            if not math.isnan(value.number):
+                steps = value.steps or [0.0] * (len(found) - 1) + [value.number]
+                found = [total + weight * reward for total, reward in zip(found, steps, strict=True)]
         return found
 
 
-def values_of(
-    function: Function, given: dict[str, list[Any]], state: dict[str, Any], batch: RewardBatch
-) -> list[Value]:
-    """Of all completions at once, or, where that fails, of each alone."""
-    count = len(given["completions"])
-    results = [function.call({**given, **state})]
-    if results[0].error is not None and count > 1:
-        results = one_by_one(function, given, state, count)
-    values: list[Value] = []
-    for result in results:
-        size = count // len(results)
-        if result.error:
-            values += [Value(NAN, error=result.error)] * size
-        else:
-            values += [read_value(item, function.name) for item in checked_list(result.value, size, function.name)]
-    log(results, count, batch)
-    return values
-
-
-def one_by_one(function: Function, given: dict[str, list[Any]], state: dict[str, Any], count: int) -> list[Result]:
-    """In an order that is spread over the batch: where the first MOST_LATE time out, the others would as well (a
-    server that is down), and are not waited for."""
-    found: dict[int, Result] = {}
-    for i in sorted(range(count), key=lambda i: i * GOLDEN_RATIO % 1):
-        if len(found) == MOST_LATE and all(result.late for result in found.values()):
-            return [found.get(i, found[0]) for i in range(count)]
-        found[i] = function.call({**{name: [values[i]] for name, values in given.items()}, **state})
-    return [found[i] for i in range(count)]
-
-
-def checked_list(value: Any, size: int, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise RunError(f"reward {name!r} returned {type(value).__name__}, expected a list of {size} numbers")
-    if len(value) != size:
-        raise RunError(f"reward {name!r} returned {len(value)} values, expected {size}, one for each completion")
-    return value
-
-
-def read_value(item: Any, name: str) -> Value:
-    if item is None:
-        return Value(NAN)
-    steps = item if isinstance(item, (list, tuple)) else None
-    numbers = [item] if steps is None else list(steps)
-    if not numbers:
-        raise RunError(
-            f"reward {name!r} returned [] for a completion, expected a number for each of its steps, at least one, or "
-            "None where it does not apply"
-        )
-    try:
-        if any(isinstance(number, (str, bytes)) for number in numbers):
-            raise TypeError
-        numbers = [float(number) for number in numbers]
-    except (TypeError, ValueError, OverflowError):
-        raise RunError(f"reward {name!r} returned {_shown(item)} for a completion, expected a number or None") from None
-    if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
-        return Value(NAN, error=(f"reward {name!r} returned {_shown(item)}",) * 2)
-    return Value(sum(numbers), numbers if steps is not None else None)
+def _log(results: list[Result], count: int, batch: RewardBatch) -> None:
+    """What functions gave to log_metric and log_extra, of one call or of one for each completion."""
+    for name in dict.fromkeys(name for result in results for name in result.metrics):
+        numbers = [number for result in results for number in result.metrics.get(name, ())]
+        batch.metrics[name] = sum(numbers) / len(numbers)  # fmean raises for infinities of both signs
+    nothing = [None] * (count // len(results))
+    for column in dict.fromkeys(column for result in results for column in result.extra):
+        values = [value for result in results for value in result.extra.get(column, nothing)]
+        if not is_flat(values):
+            raise RunError(f"log_extra({column!r}) got lists or objects of more than {MOST_LEVELS} levels")
+        if len(values) != count:
+            raise RunError(f"log_extra({column!r}) got {len(values)} values, expected {count}")
+        batch.extra[column] = values
 
 
 def _is_written(text: str, tokenizer: Any) -> bool:
@@ -347,20 +317,3 @@ def _shown(item: Any) -> str:
         return f"{item!r:.80}"
     except Exception as error:  # of an int of 5,000 digits, say
         return f"a {type(item).__name__} ({error})"
-
-
-def log(results: list[Result], count: int, batch: RewardBatch) -> None:
-    """What functions gave to log_metric and log_extra, of one call or of one for each completion."""
-    for name in dict.fromkeys(name for result in results for name in result.metrics):
-        numbers = [number for result in results for number in result.metrics.get(name, ())]
-        batch.metrics[name] = sum(numbers) / len(numbers)  # fmean raises for infinities of both signs
-    for column in dict.fromkeys(column for result in results for column in result.extra):
-        values = [result.extra.get(column) for result in results]
-        if not is_flat(values):
-            raise RunError(f"log_extra({column!r}) got lists or objects of more than {MOST_LEVELS} levels")
-        if len(results) > 1:
-            batch.extra[column] = [value[0] if value else None for value in values]
-        elif values[0] is not None and len(values[0]) == count:
-            batch.extra[column] = values[0]
-        else:
-            raise RunError(f"log_extra({column!r}) got {len(values[0] or ())} values, expected {count}")

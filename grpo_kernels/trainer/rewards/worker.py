@@ -1,8 +1,7 @@
 """Finds and calls reward functions, here or in a process of their own that can be killed.
 
 The process imports the function, gets batches as pickles over a socket and answers in JSON: what it sends is data here,
-whatever it is. It imports nothing of this package: `Worker` starts this file's text with `python -c`, which takes 50 ms
-and not the seconds that torch takes.
+whatever it is. It runs this file as a script and imports nothing else of this package, nor torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +16,11 @@ import math
 import os
 import pickle
 import signal
+import socket
+import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from ctypes import CDLL
@@ -25,21 +28,25 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ != "__main__":
-    from .process import Ended, Process
-
 START_SECONDS = 300.0  # for the import of the function's module, which may load a model
 WALL_PER_CPU = 5  # of a call: the limit of wall-clock time over the limit of CPU time
+MOST_BYTES = 1 << 28  # of an answer
 
 
 class Result(NamedTuple):
-    """What a call returned and logged. error: None, or (message, traceback)."""
+    """What a call returned and logged. error: None, or (message, traceback). late: stopped at a limit of time."""
 
     value: Any
     metrics: dict[str, list[float]]
     extra: dict[str, list[Any]]
-    error: tuple[str, str] | None
-    late: bool = False  # it was stopped at a limit of time
+    error: tuple[str, str] | None = None
+    late: bool = False
+
+
+def failed(message: str) -> Result:
+    """Returns the result of a failure, with the traceback of the exception that is being handled, if one is."""
+    trace = traceback.format_exc() if sys.exc_info()[0] else message
+    return Result(None, {}, {}, (message, trace))
 
 
 def find(spec: str) -> Callable[..., Any]:
@@ -49,10 +56,8 @@ def find(spec: str) -> Callable[..., Any]:
         ValueError: there is no such file, module or function, or it is no function.
     """
     module_name, _, name = spec.partition(":") if ":" in spec else spec.rpartition(".")
-    if not module_name or not name:
-        raise ValueError(f"reward {spec!r} is neither a built-in one nor module:function")
-    if spec.endswith(".py"):
-        raise ValueError(f"reward {spec!r} names no function; expected {spec}:function")
+    if not module_name or not name or spec.endswith(".py"):
+        raise ValueError(f"reward {spec!r} names no function; expected module:function or path/file.py:function")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script has its own folder there, not the user's
     try:
@@ -108,8 +113,8 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
             one_each = all(math.prod(getattr(x, "shape", (0,))) == 1 for x in items if hasattr(x, "tolist"))
             value = [(x.item() if one_each else x.tolist()) if hasattr(x, "tolist") else x for x in items]
     except (Exception, SystemExit) as error:
-        return Result(None, {}, {}, (f"{type(error).__name__}: {error}", traceback.format_exc()))
-    return Result(value, metrics, extra, None)
+        return failed(f"{type(error).__name__}: {error}")
+    return Result(value, metrics, extra)
 
 
 async def awaited(value: Any) -> Any:
@@ -120,7 +125,7 @@ async def awaited(value: Any) -> Any:
 
 
 def serve() -> None:
-    """In the process: answers each (arguments, CPU seconds). It ends with its input, and with the trainer."""
+    """In the process: answers each call. It ends with its input, and with the trainer."""
     if sys.platform == "linux":
         CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # in the middle of a call as well
     trainer = Connection(int(sys.argv[1]))
@@ -129,20 +134,19 @@ def serve() -> None:
         try:
             answer = json.dumps(result._asdict(), default=plain)
         except Exception as error:  # what it returned or logged contains itself, say
-            why = f"its answer cannot be JSON: {type(error).__name__}: {error}"
-            answer = json.dumps(Result(None, {}, {}, (why, traceback.format_exc()))._asdict())
+            answer = json.dumps(failed(f"its answer cannot be JSON: {type(error).__name__}: {error}")._asdict())
         trainer.send_bytes(answer.encode())
 
-    spec, sys.path[:] = trainer.recv()
+    spec, seconds, sys.path[:] = trainer.recv()
     try:
         function = find(spec)
     except Exception as error:
-        return send(Result(None, {}, {}, (str(error), traceback.format_exc())))
-    send(Result(None, {}, {}, None))
+        return send(failed(str(error)))
+    send(Result(None, {}, {}))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, inside of a regular expression as well
     with contextlib.suppress(EOFError):
         while True:
-            arguments, seconds = trainer.recv()
+            arguments = trainer.recv()
             signal.setitimer(signal.ITIMER_PROF, seconds)
             result = call(function, arguments)
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -158,66 +162,88 @@ def plain(item: Any) -> Any:
 
 
 def read_answer(answer: bytes) -> Result:
-    """What `serve` sent, whose `value` may be any JSON. Raises ValueError where it is anything else."""
+    """Returns what `serve` sent, whose `value` may be any JSON; raises ValueError where it is anything else."""
     try:
         found = json.loads(answer)
-        value, metrics, extra, error = (found[name] for name in ("value", "metrics", "extra", "error"))
-        metrics = {name: [float(number) for number in numbers] for name, numbers in metrics.items()}
-        if not all(metrics.values()) or not all(isinstance(column, list) for column in extra.values()):
+        metrics = {name: [float(number) for number in numbers] for name, numbers in found["metrics"].items()}
+        if not all(metrics.values()) or not all(isinstance(column, list) for column in found["extra"].values()):
             raise ValueError("numbers of log_metric or values of log_extra are missing")
+        error = found["error"]
         if error is not None:
             message, trace = map(str, error)
             error = message, trace
+        return Result(found["value"], metrics, found["extra"], error)
     except Exception as problem:  # of many types: it may be anything
         raise ValueError(f"{type(problem).__name__}: {problem}") from None
-    return Result(value, metrics, extra, error)
 
 
 class Worker:
     """A function of `spec` in a process that is killed when a call takes too long, and started again by the next call.
 
-    seconds: of CPU time for a call. A call that sleeps or waits is stopped after WALL_PER_CPU times as much."""
+    seconds: of CPU time for a call. A call that sleeps or waits is stopped after WALL_PER_CPU times as much. The
+    process ends with the thread that started it (on Linux; elsewhere after its call). It has a session of its own:
+    Ctrl-C is the trainer's, which finishes its step, and a kill reaches what the process has started.
+    """
 
     def __init__(self, spec: str, seconds: float) -> None:
         self.spec, self.seconds = spec, seconds
-        self._process: Process | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
-    def call(self, arguments: dict[str, Any]) -> Result:
-        """A call that takes too long, or that ends its process, gives a Result with an error.
+    def call(self, arguments: bytes) -> Result:
+        """A call with pickled arguments; one that takes too long, or that ends its process, gives a Result with an
+        error.
 
         Raises:
             ValueError: the function cannot be found in the process.
         """
-        if self._process is None:
-            self._process = Process(Path(__file__))
-            error = self._ask((self.spec, sys.path), START_SECONDS).error
-            if error:
+        if self.process is None:
+            self._socket, other = socket.socketpair()
+            self._connection = Connection(os.dup(self._socket.fileno()))
+            with other:
+                # -P: the folder of this file is not on the path.
+                command = [sys.executable, "-P", "-s", __file__, str(other.fileno())]
+                options = {"stdin": subprocess.DEVNULL, "pass_fds": [other.fileno()], "start_new_session": True}
+                self.process = subprocess.Popen(command, **options)  # type: ignore[call-overload]
+            if error := self._ask(pickle.dumps((self.spec, self.seconds, sys.path)), START_SECONDS).error:
                 self.close()
                 raise ValueError(f"reward {self.spec!r} cannot be started: {error[0]}\n{error[1]}")
-        return self._ask((arguments, self.seconds), self.seconds * WALL_PER_CPU)
+        return self._ask(arguments, self.seconds * WALL_PER_CPU)
 
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()
-
-    def _ask(self, message: Any, seconds: float) -> Result:
-        assert self._process is not None
-        data, late = pickle.dumps(message), False
+    def _ask(self, message: bytes, seconds: float) -> Result:
+        end = time.monotonic() + seconds
+        timer = threading.Timer(seconds, self._socket.shutdown, [socket.SHUT_RDWR])  # ends what waits for the process
+        timer.start()
         try:
-            return read_answer(self._process.answer(seconds, data))
-        except Ended as end:
-            self._process, late = None, end.late or end.status == -signal.SIGPROF
-            text = f"its process {end}"
-            if end.status == -signal.SIGPROF:
-                text = f"timed out: more than {self.seconds:g} s of CPU time"
-            elif end.late:
-                text = f"timed out: more than {seconds:g} s of wall-clock time"
-        except ValueError as error:
-            self.close()  # who knows what it sends next
-            text = f"what its process sent is no answer: {error}"
-        text = f"reward {self.spec!r}: {text}"
-        return Result(None, {}, {}, (text, text), late)
+            self._connection.send_bytes(message)
+            return read_answer(self._connection.recv_bytes(MOST_BYTES))
+        except (EOFError, OSError, ValueError) as error:
+            problem = error
+        finally:
+            timer.cancel()
+            timer.join()
+        late = time.monotonic() >= end
+        gone = isinstance(problem, (EOFError, ConnectionError)) and not late
+        status = self.close(patience=5 if gone else 0)  # of what sent anything else, who knows what it sends next
+        if status == -signal.SIGPROF:
+            late, text = True, f"timed out: more than {self.seconds:g} s of CPU time"
+        elif late:
+            text = f"timed out: more than {seconds:g} s of wall-clock time"
+        else:
+            text = f"its process ended with status {status}" if gone else f"what it sent is no answer: {problem}"
+        return failed(f"reward {self.spec!r}: {text}")._replace(late=late)
+
+    def close(self, patience: float = 0) -> int:
+        """Ends the process and returns its status. patience: seconds that it gets to end by itself."""
+        process, self.process = self.process, None
+        if process is None:
+            return 0
+        self._connection.close()
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
 
 if __name__ == "__main__":
