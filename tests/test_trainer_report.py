@@ -18,8 +18,9 @@ from training_logs import evaluation_record, failing, log, samples, step_record,
 
 from grpo_kernels.trainer import report
 from grpo_kernels.trainer.arguments import TrainArguments
+from grpo_kernels.trainer.charts import NOT_PLOTTED
 from grpo_kernels.trainer.log import RunLog
-from grpo_kernels.trainer.monitor import KINDS, diagnose
+from grpo_kernels.trainer.monitor import KINDS, Monitor
 from grpo_kernels.trainer.report import collect, thin, write_report
 
 HOSTILE = '</script><img src="https://example.com/x" onerror="document.title=\'owned\'"><b>\u2028\ud800'
@@ -61,7 +62,7 @@ def test_every_metric_of_the_log_is_in_a_chart(tmp_path):
     data = collect(write_run(tmp_path, records, []))
     shown = {key for chart in charts(data).values() for key in (*chart["lines"], *chart["band"])}
     numbers = {key for record in records for key, value in record.items() if isinstance(value, (int, float))}
-    assert numbers - shown == report.NOT_PLOTTED - {"advantage_histogram"} and "my/own" in shown
+    assert numbers - shown == NOT_PLOTTED - {"advantage_histogram"} and "my/own" in shown
     assert {f"eval/{key}" for key in records[0]["evaluation"]} - shown == {
         "eval/pass_at_k", "eval/problems", "eval/reward_error", "eval/samples",
     }  # fmt: skip
@@ -72,7 +73,7 @@ def test_every_metric_of_the_log_is_in_a_chart(tmp_path):
 def test_each_failure_is_said_with_its_threshold_and_what_to_do(kind, tmp_path):
     records = failing(kind)
     data = collect(write_run(tmp_path, records, []))
-    shown, (found, _) = data["episodes"], diagnose(records)
+    shown, found = data["episodes"], Monitor(records).episodes
     assert [(e["kind"], e["first"], e["last"]) for e in shown] == [(e.alarm.kind, e.first, e.last) for e in found]
     assert f"{shown[0]['seen']} {shown[0]['advice']}" == found[0].alarm.message
     state = {check["title"]: check["state"] for check in data["checks"]}[KINDS[kind].title]
@@ -101,9 +102,9 @@ def test_a_broken_last_line_and_a_step_that_is_there_twice(tmp_path):
     data = collect(folder)
     assert data["steps"] == list(range(1, 11)) and data["series"]["loss"]["y"][-1] == 7.0
     assert data["notes"] == [
-        "log.jsonl: 3 of the lines could not be read; the first is line 13.",
+        "log.jsonl: 3 of 15 lines cannot be read and are left out; the first is line 13.",
         "config.json could not be read.",
-        "samples.jsonl: 1 of the lines could not be read; the first is line 41.",
+        "samples.jsonl: 1 of 41 lines cannot be read and are left out; the first is line 41.",
     ]
 
 
@@ -129,7 +130,7 @@ def test_odd_values_in_every_place_of_every_file_are_survived(value, tmp_path, c
     for line in lines:
         (folder / "log.jsonl").write_text(whole + f"{line}\n" * 12)
         (sentence,) = page_data(write_report(folder))["notes"] or [""]
-        assert sentence in ("", "log.jsonl: 12 of the lines could not be read; the first is line 42.")
+        assert sentence in ("", "log.jsonl: 12 of 53 lines cannot be read and are left out; the first is line 42.")
         if line in (lines[2], lines[5]):  # metrics
             assert bool(sentence) == (value in OTHERS)
         size = (folder / "log.jsonl").stat().st_size
@@ -172,7 +173,7 @@ def test_the_monitor_takes_every_float(tmp_path):
             record |= {key: big for key, value in record.items() if isinstance(value, float) and key != "step"}
             if "evaluation" in record:
                 record["evaluation"] |= {"reward": big, "reward_error": abs(big), "problems": abs(big)}
-        diagnose(records)
+        Monitor(records)
 
 
 def test_a_run_without_a_step(tmp_path):
@@ -251,7 +252,7 @@ FIRST_CHARTS = ["Reward", "Held-out accuracy", "KL to the reference", "Entropy",
 DRAWN = """[...document.querySelectorAll('.charts.first svg')].map(svg => [svg.getAttribute('aria-label'),
     Math.max(...[...svg.querySelectorAll('path')].map(path => path.getTotalLength()))])"""
 STEP = """[document.querySelector('select').selectedOptions[0],
-    document.querySelectorAll('.charts.first figure')[2].querySelector('header b')].map(node => node.textContent)"""
+    document.querySelectorAll('.charts.first figure')[2].querySelector('.legend b')].map(node => node.textContent)"""
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium in PATH and GRPO_KERNELS_BROWSER is not set")
 
 

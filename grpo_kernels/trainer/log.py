@@ -22,7 +22,7 @@ from .checkpoint import LOG, SAMPLES
 from .files import naming, sync, write_text
 from .monitor import Monitor
 from .ranks import Ranks
-from .records import is_number, parse_record
+from .records import is_number, parse_record, records_of
 from .rollout import Completion
 
 # Beside the progress bar, or in the lines that stand for it.
@@ -58,18 +58,14 @@ class RunLog:
             written, size = path.read_bytes(), sizes.get(name, 0)
             if (missing := size - len(written)) > 0:
                 self.say(f"{path} is {missing:,} bytes shorter than at step {step}: records of steps are lost")
+            records, problem = records_of(written[:size])
+            if problem:
+                self.say(f"{path}: {problem}")
             lines = written[:size].splitlines()
-            records = [parse_record(line) for line in lines]
-            if count := records.count(None):
-                self.say(
-                    f"{path}: {count} of {len(lines):,} lines cannot be read and are left out; the first is line "
-                    f"{records.index(None) + 1}"
-                )
-            whole = [line + b"\n" for line, record in zip(lines, records, strict=True) if record is not None]
-            if written != (text := b"".join(whole)):
+            if written != (text := b"".join(lines[i] + b"\n" for i in records)):
                 write_text(path, text.decode())
-            for record in filter(None, records) if name == LOG else ():
-                self.monitor.update(record)
+            if name == LOG:
+                self.monitor = Monitor(records.values())
         self.bar.n = step
         self.bar.refresh()
 

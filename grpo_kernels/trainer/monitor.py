@@ -153,10 +153,8 @@ def reward_hacking(h: History) -> Iterator[Finding]:
     threshold = max(REWARD_RISE * (high - low), 2 * noise)
     change = reward - earlier[0]
     if rise > max(threshold, 2 * error) and change < noise and reward < high - 2 * noise:
-        text = (
-            f"The training reward rose by {rise:.3g} (threshold {threshold:.3g}) while the held-out reward went from "
-        )
-        text += f"{earlier[0]:.3g} to {reward:.3g} ({problems:,.0f} problems, standard error {noise:.2g})."
+        text = f"The training reward rose by {rise:.3g} (threshold {threshold:.3g}) while the held-out reward went "
+        text += f"from {earlier[0]:.3g} to {reward:.3g} ({problems:,.0f} problems, standard error {noise:.2g})."
         yield "critical" if change < -2 * noise else "warning", text
 
 
@@ -400,56 +398,46 @@ class Monitor:
     """Checks the records of a run in order. An alarm is returned once per episode, and again where a warning becomes
     critical; an episode ends after `WINDOW` steps without the finding (reward hacking: with the next evaluation).
 
-    Given the records of a log so far, it goes on with the alarms that an uninterrupted run gives.
+    records: of a log so far; then it goes on with the alarms that an uninterrupted run gives. episodes: in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: Iterable[Record] = ()) -> None:
         self.episodes: list[Episode] = []
         self._active: dict[str, Episode] = {}
         self._history = History()
         self._counts: Counter[str] = Counter()  # records that each kind has checked
+        for record in records:
+            self.update(record)
 
     def update(self, record: Record) -> list[Alarm]:
         """The alarms that begin with this record: of a step, or an evaluation (with the key "evaluation")."""
         record = {key: value for key, value in record.items() if value is not None}
         self._history.push(record)
-        alarms = []
-        for name, kind in KINDS.items():
-            if any(key in record for key in kind.needs):
-                self._counts[name] += 1
-                alarms += self._settle(name, next(kind.check(self._history), None), record["step"])
-        return alarms
+        measured = [name for name, kind in KINDS.items() if any(key in record for key in kind.needs)]
+        self._counts.update(measured)
+        return [alarm for name in measured if (alarm := self._check(name, record["step"]))]
 
     def checked(self) -> set[str]:
         """The kinds whose metrics were in enough records."""
         return {name for name, count in self._counts.items() if count >= KINDS[name].least}
 
-    def _settle(self, kind: str, finding: Finding | None, step: int) -> list[Alarm]:
-        episode = self._active.get(kind)
-        if finding is None:
-            if episode:
-                episode.quiet += 1
-                if episode.quiet >= (1 if kind == "reward_hacking" else WINDOW):
-                    episode.last = step
-                    del self._active[kind]
-            return []
-        severity, seen = finding
-        advice = KINDS[kind].advice
-        alarm = Alarm(kind, severity, seen, advice if isinstance(advice, str) else advice(self._history))
-        if episode is None:
-            self._active[kind] = Episode(step, None, alarm)
-            self.episodes.append(self._active[kind])
-            return [alarm]
-        episode.quiet = 0
-        if episode.alarm.severity == "critical" or severity == "warning":
-            return []
-        episode.alarm = alarm
-        return [alarm]
-
-
-def diagnose(records: Iterable[Record]) -> tuple[list[Episode], set[str]]:
-    """Episodes of a whole log, in order, and the kinds whose metrics were in enough records to be checked."""
-    monitor = Monitor()
-    for record in records:
-        monitor.update(record)
-    return monitor.episodes, monitor.checked()
+    def _check(self, name: str, step: int) -> Alarm | None:
+        kind, episode = KINDS[name], self._active.get(name)
+        severity, seen = next(kind.check(self._history), ("", ""))
+        if episode:
+            episode.quiet = 0 if seen else episode.quiet + 1
+            if episode.quiet >= (1 if name == "reward_hacking" else WINDOW):
+                episode.last = step
+                del self._active[name]
+            if not seen or severity == "warning" or episode.alarm.severity == "critical":
+                return None
+        elif not seen:
+            return None
+        advice = kind.advice if isinstance(kind.advice, str) else kind.advice(self._history)
+        alarm = Alarm(name, severity, seen, advice)
+        if episode:
+            episode.alarm = alarm
+        else:
+            self._active[name] = Episode(step, None, alarm)
+            self.episodes.append(self._active[name])
+        return alarm

@@ -39,11 +39,27 @@ def parse_record(line: str | bytes) -> Record | None:
     return {**found, "step": int(step)} if step is not None and 0 <= step < 2**53 else None
 
 
+def records_of(text: bytes) -> tuple[dict[int, Record], str]:
+    """Returns the records of a file by their lines, from 0, and what is to say of the lines that are none, or ""."""
+    lines = text.splitlines()
+    found = {i: record for i, line in enumerate(lines) if (record := parse_record(line)) is not None}
+    odd = [i + 1 for i, line in enumerate(lines) if i not in found and line.strip()]
+    problem = f"{len(odd)} of {len(lines):,} lines cannot be read and are left out; the first is line {(odd or [0])[0]}"
+    return found, problem if odd else ""
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a number that float() takes, NaN and infinity among them."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1e308
     return isinstance(value, float)
+
+
+def finite(value: Any) -> float | None:
+    """Returns a number to four digits; None for what is none, or not finite."""
+    if not is_number(value) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.4g}")
 
 
 def counted(count: int, noun: str) -> str:
