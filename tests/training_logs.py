@@ -44,7 +44,7 @@ def step_record(step: int, steps: int, noise: random.Random) -> Record:
         "rewards/arithmetic/std": std, "advantage_mean": 0.0, "advantage_std": math.sqrt(max(0.0, 1 - best - worst)),
         "advantage_min": -2.3, "advantage_max": 2.3, "advantage_histogram": {"edges": edges, "counts": counts},
         "zero_gradient_groups": best + worst, "all_min_groups": worst, "all_max_groups": best, "unscored": 0,
-        "dropped_groups": 0, "refill_rounds": 0, "completions/count": 256,
+        "dropped_groups": 0, "completions/count": 256,
         "completions/mean_length": 3.4 + 0.1 * gauss(0, 1), "completions/min_length": 2, "completions/max_length": 5,
         "completions/clipped_ratio": 0.03 * noise.random(), "completions/unique_ratio": 0.8 - 0.6 * solved,
         "tokens_per_second": 900 / (rollout + rewards + update), "seconds": step * 1.02, "seconds/rollout": rollout,

@@ -80,13 +80,27 @@ def evaluate(
     that are not possible, RunError where a reward function fails for every completion.
     """
     ks = check_counts(num_samples, ks)
-    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    totals, texts, lengths = _score(sample, repeated, rewards, greedy=False, seed=seed, step=step)
-    greedy, greedy_texts, _ = _score(sample, prompts, rewards, greedy=True, seed=seed, step=step)
-    groups = [slice(start, start + num_samples) for start in range(0, len(repeated), num_samples)]
+
+    def score(prompts: Sequence[Prompt], greedy: bool) -> tuple[list[float], list[str], list[int]]:
+        """Total rewards, texts and lengths of one completion of each prompt."""
+        drawn = sample([prompt.ids for prompt in prompts], greedy=greedy, seed=seed)
+        batch = rewards.score(
+            prompts=[prompt.prompt for prompt in prompts],
+            completions=[reply(prompt.prompt, text) for prompt, (_, text) in zip(prompts, drawn, strict=True)],
+            completion_ids=[ids for ids, _ in drawn],
+            columns={name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns},
+            step=step,
+        )
+        if batch.fatal is not None:
+            name, _, message, traceback = batch.fatal
+            raise RunError(f"reward {name} failed for every completion of the evaluation: {message}\n{traceback}")
+        return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
+
+    totals, texts, lengths = score([prompt for prompt in prompts for _ in range(num_samples)], greedy=False)
+    greedy, greedy_texts, _ = score(prompts, greedy=True)
+    groups = [slice(start, start + num_samples) for start in range(0, len(totals), num_samples)]
     scored = [row for group in groups if (row := _scored(totals[group]))]
-    means = [fmean(row) for row in scored]
-    greedy_scored = _scored(greedy)
+    means, greedy_scored = list(map(fmean, scored)), _scored(greedy)
     found: dict[str, Any] = {
         "reward": fmean(means) if means else None,
         "reward_error": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
@@ -120,33 +134,14 @@ def check_counts(num_samples: int, ks: Sequence[int] | None) -> list[int]:
     """The k of pass@k, by default 1, 2, 4, ... up to num_samples; raises ValueError where they are not possible."""
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples}; expected at least 1")
-    if ks is None:
-        return [1 << power for power in range(num_samples.bit_length())]
+    ks = [1 << power for power in range(num_samples.bit_length())] if ks is None else list(ks)
     if not ks or any(not 1 <= k <= num_samples for k in ks):
-        raise ValueError(f"ks={list(ks)}; expected numbers from 1 to num_samples={num_samples}")
-    return list(ks)
+        raise ValueError(f"ks={ks}; expected numbers from 1 to num_samples={num_samples}")
+    return ks
 
 
 def _scored(totals: Sequence[float]) -> list[float]:
     return [total for total in totals if not math.isnan(total)]
-
-
-def _score(
-    sample: Sample, prompts: Sequence[Prompt], rewards: Rewards, *, greedy: bool, seed: int, step: int
-) -> tuple[list[float], list[str], list[int]]:
-    """Total rewards, texts and lengths of one completion of each prompt."""
-    drawn = sample([prompt.ids for prompt in prompts], greedy=greedy, seed=seed)
-    batch = rewards.score(
-        prompts=[prompt.prompt for prompt in prompts],
-        completions=[reply(prompt.prompt, text) for prompt, (_, text) in zip(prompts, drawn, strict=True)],
-        completion_ids=[ids for ids, _ in drawn],
-        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns},
-        step=step,
-    )
-    if batch.fatal is not None:
-        name, _, message, traceback = batch.fatal
-        raise RunError(f"reward {name} failed for every completion of the evaluation: {message}\n{traceback}")
-    return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -223,8 +218,8 @@ def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
     one of its checkpoints, holds the options of that run; anything else is a model. Nothing above the folder is read.
     """
     folder = Path(options.target)
-    known, model = options_of_run(folder / CONFIG, options), folder / "model"
-    if known and not model.is_dir():
+    model = folder / "model"
+    if (known := options_of_run(folder / CONFIG, options)) and not model.is_dir():
         raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")
     if not known:
         known, model = options_of_run(folder / RUN, options), folder
@@ -233,11 +228,9 @@ def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
             f"{options.target} is neither the output folder of a run nor its checkpoint; a model needs --dataset-name "
             "and --reward-funcs"
         )
-    for name, (field, _) in OPTIONS_OF_RUN.items():
-        if (value := getattr(options, name)) is not None:
-            known[field] = value
-    known |= {"eval_max_prompts": options.max_prompts, "trust_remote_code": bool(options.trust_remote_code)}
-    a = TrainArguments(**known)
+    named = {field: getattr(options, name) for name, (field, _) in OPTIONS_OF_RUN.items()}
+    known |= {field: value for field, value in named.items() if value is not None}
+    a = TrainArguments(**known, eval_max_prompts=options.max_prompts, trust_remote_code=bool(options.trust_remote_code))
     if options.dataset_test_split is not None and is_one_split(a.held_out_name):
         raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: {a.held_out_name} is one split")
     return str(model) if model.is_dir() else options.target, a
@@ -279,12 +272,11 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
     bar, ranks = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Ranks(use_cpu=a.use_cpu)
-
-    def progress(done: int, total: int) -> None:
-        bar.set_description(f"evaluation, {done:,}/{total:,}")
-
     policy, ends = Policy(lm), eos_ids(lm, tokenizer)
-    sampler = Sampler(policy, tokenizer, a, ends, ranks, Signals(ranks), progress, keeps_cache(policy, ranks))
+    sampler = Sampler(
+        policy, tokenizer, a, ends, ranks, Signals(ranks),
+        lambda done, total: bar.set_description(f"evaluation, {done:,}/{total:,}"), keeps_cache(policy, ranks),
+    )  # fmt: skip
     return sampler.for_evaluation, held_out, rewards
 
 

@@ -187,16 +187,15 @@ def kl_explosion(h: History) -> Iterator[Finding]:
     if not math.isfinite(h.record["kl"]):
         yield "critical", f"The KL to the reference policy is {h.record['kl']}."
     # Three steps: a single rare token can give the estimator k3 a large value, in both updates of a rollout.
-    recent, length = h.last("kl", SOON), h.record.get("completions/mean_length", math.inf)
-    kl = min(recent, default=NAN)
-    sequence = min(h.last("kl_sequence", SOON) or [value * length for value in recent], default=NAN)
-    if len(recent) == SOON and kl > KL_PER_TOKEN and sequence > KL_PER_SEQUENCE:
+    kl, sequence = (min(h.last(key, SOON), default=NAN) for key in ("kl", "kl_sequence"))
+    if kl > KL_PER_TOKEN and sequence > KL_PER_SEQUENCE and len(h.last("kl", SOON)) == SOON:
         sigma = deviation(kl, h.values["kl"][:-SOON])
-        total = f" and {sequence:.3g} per sequence" if math.isfinite(sequence) else ""
         jump = f", {sigma:.1f} standard deviations above the steps before" if sigma > SIGMA_WARNING else ""
-        text = f"For {SOON} steps, the KL to the reference policy is at least {kl:.3g} nats per token{total} "
-        text += f"(thresholds {KL_PER_TOKEN:g} and {KL_PER_SEQUENCE:g}){jump}."
-        yield "critical" if sigma > SIGMA_CRITICAL or KL_CRITICAL < sequence < math.inf else "warning", text
+        text = (
+            f"For {SOON} steps, the KL to the reference policy is at least {kl:.3g} nats per token and {sequence:.3g} "
+        )
+        text += f"per sequence (thresholds {KL_PER_TOKEN:g} and {KL_PER_SEQUENCE:g}){jump}."
+        yield "critical" if sigma > SIGMA_CRITICAL or sequence > KL_CRITICAL else "warning", text
 
 
 def divergence_rises(h: History) -> Iterator[Finding]:
@@ -216,11 +215,11 @@ def gradient_instability(h: History) -> Iterator[Finding]:
     norms = [math.log(norm) for norm in h.values.get(h.key_of("grad_norm"), []) if norm > 0]
     if not norms or h.record.get("grad_norm", 0.0) <= 0:
         return
-    spike = deviation(norms[-1], norms[:-1])
-    if spike > SIGMA_CRITICAL and (rise := norms[-1] - median(norms[:-1])) > math.log(GRADIENT_CRITICAL):
+    spike, rise = deviation(norms[-1], norms[:-1]), norms[-1] - median(norms[:-1] or norms)
+    if spike > SIGMA_CRITICAL and rise > math.log(GRADIENT_CRITICAL):
         text = f"The gradient norm is {h.record['grad_norm']:.3g}: {math.exp(min(rise, 700.0)):.3g} times the median "
-        text += "of the steps before, "
-        yield "critical", f"{text}{spike:.1f} standard deviations above them (threshold {SIGMA_CRITICAL:g})."
+        text += f"of the steps before, {spike:.1f} standard deviations above them (threshold {SIGMA_CRITICAL:g})."
+        yield "critical", text
     # One such step in 700 is chance: so many within a window are not.
     before, recent = norms[:-WINDOW], norms[-WINDOW:]
     high = sum(deviation(norm, before) > SIGMA_WARNING for norm in recent)
@@ -260,8 +259,7 @@ def length_bias(h: History) -> Iterator[Finding]:
 
 def truncation(h: History) -> Iterator[Finding]:
     if h.mean("completions/clipped_ratio", SOON, SOON) > 0.999:
-        text = f"No completion of the last {SOON} steps ended by itself: all were cut at max_completion_length."
-        yield "critical", text
+        yield "critical", f"All completions of the last {SOON} steps were cut at max_completion_length."
     if (share := h.mean("completions/clipped_ratio")) > 0.5:
         yield "warning", f"{share:.0%} of the completions were cut at max_completion_length (threshold 50%)."
 
@@ -270,11 +268,10 @@ def off_policy(h: History) -> Iterator[Finding]:
     keys = "rollout_ess", "rollout_weight/mean", "rollout_mismatch/mean"
     ess, weight, mismatch = (h.mean(key, least=SOON) for key in keys)
     if ess < ESS:
-        text = f"The effective sample size of the importance weights is {ess:.2f} of the batch (threshold {ESS:g})."
-        yield "critical", text
+        yield "critical", f"The effective sample size of the importance weights is {ess:.2f} (threshold {ESS:g})."
     if weight < WEIGHT_LOW or weight > WEIGHT_HIGH:
-        text = f"The mean importance weight is {weight:.3g} (thresholds {WEIGHT_LOW:g} and {WEIGHT_HIGH:g})."
-        yield "warning", text
+        limits = f"{WEIGHT_LOW:g} and {WEIGHT_HIGH:g}"
+        yield "warning", f"The mean importance weight is {weight:.3g} (thresholds {limits})."
     if mismatch > MISMATCH:
         text = f"Log-probabilities of the sampling engine differ from the model's by {mismatch:.3g} nats in the mean "
         yield "warning", f"{text}(threshold {MISMATCH:g}, which is a KL of 1e-3)."
@@ -284,20 +281,20 @@ def first_ratio(h: History) -> Iterator[Finding]:
     ratio = abs(h.record["log_ratio_first_max"])
     for severity, threshold in (("critical", 0.5), ("warning", 0.01)):
         if not ratio <= threshold:  # or NaN
-            text = f"The largest |log-ratio| of the first update of a rollout is {ratio:.3g} (threshold {threshold:g})."
-            yield severity, text
+            yield (
+                severity,
+                f"The largest |log-ratio| of a rollout's first update is {ratio:.3g} (threshold {threshold:g}).",
+            )
 
 
 def clipping(h: History) -> Iterator[Finding]:
     """Of updates after the first of a rollout, which clips nothing. A clip range over sequences (GSPO) is so narrow
     that a large share says nothing by itself."""
     share = h.mean("clip_ratio/region" if "clip_ratio/region" in h.record else "cispo_clip_ratio")
-    kl = h.mean("approx_kl")
-    if share > CLIPPED and not kl <= CLIPPED_KL:
+    if share > CLIPPED and not (kl := h.mean("approx_kl")) <= CLIPPED_KL:
+        moved = f", and the policy moved by {kl:.2g} nats per token (threshold {CLIPPED_KL:g})" if kl == kl else ""
         text = f"{share:.0%} of the tokens of the last {WINDOW} such updates were clipped (threshold {CLIPPED:.0%})"
-        if kl > CLIPPED_KL:
-            text += f", and the policy moved by {kl:.2g} nats per token (threshold {CLIPPED_KL:g})"
-        yield "warning", f"{text}."
+        yield "warning", f"{text}{moved}."
 
 
 def unscored(h: History) -> Iterator[Finding]:
@@ -307,10 +304,10 @@ def unscored(h: History) -> Iterator[Finding]:
 
 def slow_rewards(h: History) -> Iterator[Finding]:
     rewards, *others = (h.mean(f"seconds/{part}") for part in ("rewards", "rollout", "update"))
-    whole = sum((seconds for seconds in others if not math.isnan(seconds)), rewards)
-    if rewards > 0.5 * whole:
-        text = f"Rewards take {rewards / whole:.0%} of the time of a step (threshold 50%); the slowest is "
-        yield "warning", f"{text}{h.record.get('slowest_reward', 'not known')}."
+    share = rewards / (sum((x for x in others if not math.isnan(x)), rewards) or NAN)
+    if share > 0.5:
+        slowest = h.record.get("slowest_reward", "not known")
+        yield "warning", f"Rewards take {share:.0%} of a step's time (threshold 50%); the slowest is {slowest}."
 
 
 # --- advice that depends on the log -----------------------------------------------------------------------------------
@@ -324,10 +321,12 @@ def against_collapse(h: History) -> str:
 
 def for_a_signal(h: History) -> str:
     prompts = "harder" if h.groups_at("all_max_groups") > EASY else "easier"
-    drops = h.mean("dropped_groups") > 0 or "refill_rounds" in h.record
-    return f"Choose {prompts} prompts" + (
-        ", or raise num_generations." if drops else ", raise num_generations, or set dynamic_sampling."
+    more = (
+        ", or raise num_generations."
+        if h.mean("dropped_groups") > 0
+        else ", raise num_generations, or set dynamic_sampling."
     )
+    return f"Choose {prompts} prompts{more}"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
