@@ -94,7 +94,9 @@ def no_json(completions, log_extra, **_):
     return [1.0] * len(completions)
 
 def wrong(completions, kind, **_):
-    return {"dict": {}, "text": ["1"], "bytes": [b"1"], "object": [object()], "long": [10**400]}[kind[0]]
+    import numpy
+    return {"dict": {}, "str": "a", "none": [], "array": numpy.array(1.0), "text": ["1"], "bytes": [b"1"],
+            "object": [object()], "long": [10**400], "longer": [10**5000], "no step": [[]], "steps": [["2"]]}[kind[0]]
 
 def stops(completions, **_):
     if "stop" in completions:
@@ -115,11 +117,24 @@ def own_module(tmp_path_factory):
     sys.modules.pop("own_rewards", None)
 
 
+@pytest.fixture
+def make():
+    """Rewards that are closed after the test."""
+    made = []
+
+    def build(*specs, **options):
+        made.append(Rewards(list(specs), **options))
+        return made[-1]
+
+    yield build
+    for rewards in made:
+        rewards.close()
+
+
 def score(rewards, completions, **columns):
-    given = rewards if isinstance(rewards, Rewards) else Rewards(rewards)
-    ids = [[1]] * len(completions)
-    return given.score(
-        prompts=["p"] * len(completions), completions=completions, completion_ids=ids, columns=columns, step=7
+    count = len(completions)
+    return (rewards if isinstance(rewards, Rewards) else Rewards(rewards)).score(
+        prompts=["p"] * count, completions=completions, completion_ids=[[1]] * count, columns=columns, step=7
     )
 
 
@@ -159,31 +174,36 @@ def test_rewards_of_steps():
     batch = score(Rewards([returns([1, 2], [3], None), returns(1, None, 1, name="b")], [2, 3]), ["a", "b", "c"])
     assert batch.steps == [[2.0, 7.0], [6.0], []]  # the reward of the whole completion is the last step's
     assert_total(batch, [9.0, 6.0, 3.0])
-    both = score([returns([1, 2]), returns([10, 20], name="b")], ["a"])
-    assert both.steps == [[11.0, 22.0]]
-    # What a reward model gives, (B, 1), is a number for each completion.
-    for one_each in (torch.ones(2, 1), np.ones((2, 1)), [torch.ones(1), torch.ones(1, 1)], [np.float32(1), None]):
-        function = lambda completions, found=one_each, **_: found  # noqa: E731
-        batch = score([function], ["a", "b"])
-        assert batch.steps is None and batch.total[0] == 1.0
-    assert score([returns(torch.ones(2), torch.ones(1))], ["a", "b"]).steps == [[1.0, 1.0], [1.0]]
+    for values, others, steps in (
+        (([1, 2],), ([10, 20],), [[11.0, 22.0]]),
+        ((torch.ones(2), torch.ones(1)), (None, None), [[1.0, 1.0], [1.0]]),
+        (([1, NAN], [1]), (None, None), [[], [1.0]]),
+        (([1], [1]), (NAN, 1), [[], [2.0]]),
+        # What a reward model gives, (B, 1), is a number for each completion.
+        (torch.ones(2, 1), (None, None), None),
+        (np.ones((2, 1)), (None, None), None),
+        ((torch.ones(1), torch.ones(1, 1)), (None, None), None),
+    ):
+        batch = score([returns(*values), returns(*others, name="b")], ["a"] * len(values))
+        assert batch.steps == steps and batch.by_name["returns"][-1] == (3.0 if len(values) == 1 else 1.0)
     with pytest.raises(ValueError, match=r"completion 0: .* rewards of \[1, 2\] steps"):
         score([returns([1, 2]), returns([1], name="b")], ["a"])
-    assert score([returns([1, NAN], [1])], ["a", "b"]).steps == [[], [1.0]]
-    assert score([returns([1], [1]), returns(NAN, 1, name="b")], ["a", "b"]).steps == [[], [2.0]]
 
 
-@pytest.mark.parametrize("timeout", [None, 20.0])
-def test_async_metrics_extra_and_the_step(timeout):
-    rewards = Rewards(["own_rewards:logs", "own_rewards:only_answers"], timeout=timeout)
-    batch = score(rewards, ["a", "b"], answer=["a", "a"])
+# ---- here and in a process ------------------------------------------------------------------------------------------
+
+in_both = pytest.mark.parametrize("timeout", [None, 20.0])
+
+
+@in_both
+def test_async_metrics_extra_and_the_step(timeout, make):
+    batch = score(make("own_rewards:logs", "own_rewards:only_answers", timeout=timeout), ["a", "b"], answer=["a", "a"])
     assert_total(batch, [1.5, 0.5])
     assert batch.metrics == {"step": 3.5} and batch.extra == {"upper": ["A", "B"]}
-    rewards.close()
 
 
-@pytest.mark.parametrize("timeout", [None, 20.0])
-def test_a_function_of_a_file(timeout, tmp_path, monkeypatch):
+@in_both
+def test_a_function_of_a_file(timeout, make, tmp_path, monkeypatch):
     """Under the name of a module of Python's, which stays what it is; what lies beside the file is found."""
     folder = tmp_path / "rewards"
     folder.mkdir()
@@ -193,10 +213,50 @@ def test_a_function_of_a_file(timeout, tmp_path, monkeypatch):
         "def f(completions, **_):\n    return [A(worth).x for _ in completions]\n"
     )
     monkeypatch.chdir(tmp_path)
-    rewards = Rewards(["rewards/random.py:f"], timeout=timeout)
+    rewards = make("rewards/random.py:f", timeout=timeout)
     assert rewards.names == ["f"] and hasattr(__import__("random"), "shuffle")
     assert_total(score(rewards, ["a"]), [2.0])
-    rewards.close()
+
+
+def test_a_process_gives_the_bits_that_a_call_here_gives(make):
+    here, there = (score(make("own_rewards:odd", timeout=timeout), ["a"] * 7) for timeout in (None, 20.0))
+    assert_total(there, here.total.tolist())
+    assert str(here.steps) == str(there.steps) and math.isnan(here.metrics["infinite"])
+    assert [f.row for f in there.failures] == [f.row for f in here.failures] == [5]
+    assert math.isnan(there.metrics["infinite"])
+    assert there.extra == {"when": ["2020-01-01"] * 7, "array": [[1.0, 1.0]] * 7}
+
+
+@in_both
+def test_results_of_the_wrong_length_or_type_are_named(timeout, make):
+    rewards = make("own_rewards:wrong", timeout=timeout)
+    number = "for a completion, expected a number or None"
+    for kind, text in {
+        "dict": "dict, expected a list of 1 numbers", "str": "str, expected a list", "none": "0 values, expected 1",
+        "array": f"{'float' if timeout else 'ndarray'}, expected a list", "text": f"'1' {number}",
+        "bytes": f".*1.* {number}", "object": f".*object object at .* {number}", "long": f".* {number}",
+        "longer": f"a int .* {number}" if timeout is None else "", "steps": rf"\['2'\] {number}",
+        "no step": r"\[\] for a completion, expected a number for each of its steps, at least",
+    }.items():  # fmt: skip
+        if text:
+            with pytest.raises(RunError, match=f"reward 'wrong' returned {text}") as caught:
+                score(rewards, ["a"], kind=[kind])
+            assert len(str(caught.value)) < 200
+
+
+@in_both
+def test_a_column_that_cannot_be_copied_is_one_sentence(timeout, make):
+    with pytest.raises(RunError, match=r"^reward 'odd' cannot be called: TypeError: cannot pickle '_thread.lock'"):
+        score(make("own_rewards:odd", timeout=timeout), ["a"], column=[threading.Lock()])
+
+
+def test_what_json_lacks_costs_the_completion_alone(make):
+    rewards = make("own_rewards:no_json", timeout=20.0)
+    batch = score(rewards, ["a", "circle"])
+    assert_total(batch, [1.0, NAN])
+    assert "Circular reference" in batch.failures[0].message
+    with pytest.raises(RunError, match=r"log_extra\('deep'\) got lists or objects of more than 100 levels"):
+        score(rewards, ["deep"])
 
 
 # ---- what comes from a process is data ------------------------------------------------------------------------------
@@ -212,36 +272,38 @@ class Touch:
         return (open, (str(self.path), "w"))
 
 
+@pytest.mark.parametrize("answer", [
+    b"\xff\xfe garbage", b"[" * 100_000, b"5", b'{"value": [1.0]}',
+    b'{"value": [1], "metrics": {"a": ["x"]}, "extra": {}, "error": null}',
+    b'{"value": [1], "metrics": {"a": []}, "extra": {}, "error": null}',
+    b'{"value": [1], "metrics": {}, "extra": {"a": 1}, "error": null}',
+    b'{"value": [1], "metrics": {}, "extra": {}, "error": 1}',
+], ids=range(8))  # fmt: skip
+def test_an_answer_that_is_none_is_said(answer):
+    with pytest.raises(ValueError, match=": "):
+        module.read_answer(answer)
+
+
 def message(data):
     return struct.pack("!i", len(data)) + data
 
 
 @pytest.mark.parametrize(("data", "why"), [
     (lambda path: message(pickle.dumps(Touch(path))), "is no answer: "),
-    (lambda path: message(b"\xff\xfe garbage"), "is no answer: "),
-    (lambda path: message(b"[" * 100_000), "is no answer: "),
-    (lambda path: message(b"5"), "is no answer: "),
-    (lambda path: message(b'{"value": [1.0]}'), "is no answer: "),
-    (lambda path: message(b'{"value": [1], "metrics": {"a": ["x"]}, "extra": {}, "error": null}'), "is no answer: "),
-    (lambda path: message(b'{"value": [1], "metrics": {"a": []}, "extra": {}, "error": null}'), "is no answer: "),
-    (lambda path: message(b'{"value": [1], "metrics": {}, "extra": {"a": 1}, "error": null}'), "is no answer: "),
-    (lambda path: message(b'{"value": [1], "metrics": {}, "extra": {}, "error": 1}'), "is no answer: "),
     (lambda path: struct.pack("!iQ", -1, 1 << 60), "is no answer: "),
     (lambda path: struct.pack("!i", 1 << 30), "is no answer: "),
     (lambda path: message(b"[1.0, 2.0]")[:-3], "timed out"),
     (lambda path: message(b"")[:2], "timed out"),
-], ids=range(13))  # fmt: skip
-def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, why, tmp_path, monkeypatch):
+], ids=range(5))  # fmt: skip
+def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, why, make, tmp_path, monkeypatch):
     """It is counted, by its reason; the trainer runs nothing of it, waits no longer than its limit, and goes on."""
-    monkeypatch.setattr(module, "WALL_PER_CPU", 5 if why == "timed out" else 1000)
+    monkeypatch.setattr(module, "WALL_PER_CPU", 3 if why == "timed out" else 1000)
     sent = data(tmp_path / "made")
-    rewards = Rewards(["own_rewards:answers"], timeout=0.2)
-    batch = score(rewards, ["a", "bad", "c"], data=[sent] * 3)
+    batch = score(make("own_rewards:answers", timeout=0.2), ["a", "bad", "c"], data=[sent] * 3)
     assert_total(batch, [1.0, NAN, 1.0])
     [failure] = batch.failures
     assert failure.row == 1 and "'own_rewards:answers'" in failure.message and why in failure.message
     assert not (tmp_path / "made").exists()
-    rewards.close()
 
 
 def test_a_process_that_reads_nothing_is_not_waited_for(monkeypatch):
@@ -254,73 +316,7 @@ def test_a_process_that_reads_nothing_is_not_waited_for(monkeypatch):
     worker.close()
 
 
-def test_a_process_gives_the_bits_that_a_call_here_gives():
-    found = {}
-    for timeout in (None, 20.0):
-        rewards = Rewards(["own_rewards:odd"], timeout=timeout)
-        found[timeout] = score(rewards, ["a"] * 7)
-        rewards.close()
-    here, there = found.values()
-    assert_total(there, here.total.tolist())
-    assert str(here.steps) == str(there.steps) and [f.row for f in there.failures] == [
-        f.row for f in here.failures
-    ] == [5]
-    assert math.isnan(here.metrics["infinite"]) and math.isnan(there.metrics["infinite"])
-    assert there.extra == {"when": ["2020-01-01"] * 7, "array": [[1.0, 1.0]] * 7}
-
-
-@pytest.mark.parametrize("timeout", [None, 20.0])
-@pytest.mark.parametrize(("kind", "text"), [
-    ("dict", "reward 'wrong' returned dict, expected a list of 1 numbers"),
-    ("text", "reward 'wrong' returned '1' for a completion, expected a number or None"),
-    ("bytes", "reward 'wrong' returned .*1.* for a completion, expected a number or None"),
-    ("object", "reward 'wrong' returned .*object object at .* for a completion, expected a number or None"),
-    ("long", "reward 'wrong' returned .* for a completion, expected a number or None"),
-])  # fmt: skip
-def test_results_of_the_wrong_type_are_named(kind, text, timeout):
-    rewards = Rewards(["own_rewards:wrong"], timeout=timeout)
-    with pytest.raises(ValueError, match=text) as caught:
-        score(rewards, ["a"], kind=[kind])
-    assert len(str(caught.value)) < 200
-    rewards.close()
-
-
-@pytest.mark.parametrize("timeout", [None, 20.0])
-def test_a_column_that_cannot_be_copied_is_one_sentence(timeout):
-    rewards = Rewards(["own_rewards:odd"], timeout=timeout)
-    with pytest.raises(RunError, match=r"^reward 'odd' cannot be called: TypeError: cannot pickle '_thread.lock'"):
-        score(rewards, ["a"], column=[threading.Lock()])
-    rewards.close()
-
-
-def test_what_json_lacks_costs_the_completion_alone():
-    rewards = Rewards(["own_rewards:no_json"], timeout=20.0)
-    batch = score(rewards, ["a", "circle"])
-    assert_total(batch, [1.0, NAN])
-    with pytest.raises(RunError, match=r"log_extra\('deep'\) got lists or objects of more than 100 levels"):
-        score(rewards, ["deep"])
-    assert "Circular reference" in batch.failures[0].message
-    rewards.close()
-
-
 # ---- bad input -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("values", "text"), [
-    ([1.0], "reward 'f' returned 1 values, expected 2, one for each completion"),
-    (torch.tensor(1.0), "reward 'f' returned Tensor, expected a list of 2 numbers"),
-    ("ab", "reward 'f' returned str, expected a list"),
-    ([1.0, "2"], "reward 'f' returned '2' for a completion, expected a number or None"),
-    ([1.0, []], r"reward 'f' returned \[\] for a completion, expected a number for each of its steps, at least"),
-    ([1.0, 10**5000], "reward 'f' returned a int .* for a completion, expected a number or None"),
-    ([1.0, ["2"]], r"reward 'f' returned \['2'\] for a completion, expected a number or None"),
-])  # fmt: skip
-def test_results_of_the_wrong_length_or_type(values, text):
-    def f(completions, **_):
-        return values
-
-    with pytest.raises(ValueError, match=text):
-        score([f], ["a", "b"])
 
 
 @pytest.mark.parametrize(("given", "text"), [
@@ -382,40 +378,39 @@ def state_of(pid):
         return "gone"
 
 
-@pytest.mark.parametrize("name", ["slow_expression", "sleeps", "leaves"])
-def test_pitfall_12_a_reward_that_hangs_is_killed(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "hang", "why"), [
+    ("slow_expression", "a" * 60 + "b", "0.2 s of CPU"), ("sleeps", "sleep", "1 s of wall-clock"),
+    ("leaves", "leave", "ended with status 3"),
+], ids=["CPU", "wall", "exit"])  # fmt: skip
+def test_pitfall_12_a_reward_that_hangs_is_killed(name, hang, why, make, tmp_path, monkeypatch):
     """In the middle of the batch; scores are by index, and the next batch is scored as if nothing had been."""
-    monkeypatch.setattr(module, "WALL_PER_CPU", 10 if name == "sleeps" else 1000)
+    monkeypatch.setattr(module, "WALL_PER_CPU", 5 if name == "sleeps" else 1000)
     monkeypatch.setenv("ASLEEP", str(tmp_path / "asleep"))
-    rewards = Rewards([f"own_rewards:{name}"], timeout=0.2)
-    hang = {"slow_expression": "a" * 60 + "b", "sleeps": "sleep", "leaves": "leave"}[name]
+    rewards = make(f"own_rewards:{name}", timeout=0.2)
     batch = score(rewards, ["a", hang, "aaa"])
     assert_total(batch, [1.0, NAN, 1.0])
     assert_total(score(rewards, ["a", "aa"]), [1.0, 1.0])
     [failure] = batch.failures
-    limit = {"slow_expression": "0.2 s of CPU", "sleeps": "2 s of wall-clock", "leaves": "ended with status 3"}[name]
-    assert failure.row == 1 and limit in failure.message
-    worker = rewards.functions[0].worker
-    pid = worker.process.pid
+    assert failure.row == 1 and why in failure.message
+    pid = rewards.functions[0].worker.process.pid
     rewards.close()
     assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.usefixtures("patient")
-def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(monkeypatch):
-    rewards = Rewards(["own_rewards:slow_expression"], timeout=0.1)
+def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(make, monkeypatch):
+    rewards = make("own_rewards:slow_expression", timeout=0.1)
     calls, call = [], rewards.functions[0].worker.call
     monkeypatch.setattr(rewards.functions[0].worker, "call", lambda given: calls.append(1) or call(given))
     batch = score(rewards, ["a" * 60 + "b"] * 64)
     assert batch.total.isnan().all() and len(batch.failures) == 64 and "timed out" in batch.fatal.message
     assert len(calls) == 1 + 8, "all at once, and eight of the 64 alone"
-    rewards.close()
 
 
 @pytest.mark.usefixtures("patient")
-def test_pitfall_12_cpu_time_decides_and_not_the_load_of_the_machine():
+def test_pitfall_12_cpu_time_decides_and_not_the_load_of_the_machine(make):
     """A process that stops itself in a call needs no CPU time: longer than the limit, it is within it."""
-    rewards = Rewards(["own_rewards:stops"], timeout=0.3)
+    rewards = make("own_rewards:stops", timeout=0.3)
     pid = int(score(rewards, ["a"]).total.item())
 
     def go_on():
@@ -427,7 +422,6 @@ def test_pitfall_12_cpu_time_decides_and_not_the_load_of_the_machine():
     thread.start()
     assert score(rewards, ["stop"]).total.item() == pid
     thread.join()
-    rewards.close()
 
 
 def test_pitfall_12_a_worker_ends_with_the_trainer(own_module, tmp_path):
@@ -529,17 +523,16 @@ THINKS = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    return tiny_chat(tmp_path_factory.mktemp("chat"))
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_chat(tmp_path_factory.mktemp("chat")))
 
 
-@pytest.mark.parametrize(
-    "pattern", [None, "<think>.*</think>\\s*<answer>.*</answer>", ".*</think>\\s*<answer>.*</answer>"]
-)
-@pytest.mark.parametrize("timeout", [None, 20.0])
-def test_format_counts_the_tag_that_a_prompt_ends_with(pattern, timeout, chat):
+@pytest.mark.parametrize(("pattern", "timeout"), [
+    (None, None), ("<think>.*</think>\\s*<answer>.*</answer>", None), (".*</think>\\s*<answer>.*</answer>", 20.0),
+])  # fmt: skip
+def test_format_counts_the_tag_that_a_prompt_ends_with(pattern, timeout, tokenizer, make, monkeypatch):
     """By the chat template, in a message of the assistant that is continued, or in a text."""
-    tokenizer, user = AutoTokenizer.from_pretrained(chat), [{"role": "user", "content": "begin with <think>"}]
+    user = [{"role": "user", "content": "begin with <think>"}]
     right, rest = "<think>\n1</think><answer>2</answer>", "1</think> <answer>2</answer>"
     begun = [*user, {"role": "assistant", "content": "<think>\n"}]
     for template, prompt, expected in (
@@ -547,36 +540,41 @@ def test_format_counts_the_tag_that_a_prompt_ends_with(pattern, timeout, chat):
         (TEMPLATE, "<think> 2?", [1.0, 0.0]), (THINKS, user, [0.0, 1.0]), (THINKS, begun, [0.0, 1.0]),
         (THINKS, "2?", [1.0, 0.0]),
     ):  # fmt: skip
-        tokenizer.chat_template = template
-        rewards = Rewards(["format"], pattern=pattern, timeout=timeout if pattern else None)
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        rewards = make("format", pattern=pattern, timeout=timeout)
         rewards.check_form(tokenizer, load_prompts([{"prompt": prompt}], tokenizer=tokenizer))
         completions = [reply(prompt, text) for text in (right, rest)]
         given = dict(prompts=[prompt] * 2, completions=completions, completion_ids=[[1]] * 2, columns={}, step=0)
-        found = rewards.score(**given).total.tolist()
         if pattern:  # of the completion with or without the tag
             expected = [1.0, float(bool(expected[1]) or pattern[0] == ".")]
-        assert found == expected, (template, prompt)
-        rewards.close()
+        assert rewards.score(**given).total.tolist() == expected, (template, prompt)
 
 
-def test_a_form_that_no_text_can_have_is_one_sentence(chat):
-    tokenizer = AutoTokenizer.from_pretrained(chat)
+@pytest.mark.parametrize("text", [
+    "", "<think>1</think>2<answer>3</answer>", "<answer>3</answer><think>1</think>", "<think>1</think><answer>3",
+    "<think><think>1</think><answer>3</answer>", "<think>1</think><answer>3</answer><answer>4</answer>", "0<think>" * 9,
+    "<think>" * 50_000, "<think>" + "</think" * 50_000, "<think></think>" + " " * 300_000 + "x",
+], ids=range(10))  # fmt: skip
+def test_what_has_not_the_form_soon_has_0(text):
+    assert score(["format"], [text, f" <think>{'<' * 9}\n</think>\n<answer></answer>\n"]).total.tolist() == [0.0, 1.0]
+
+
+def test_a_form_that_no_text_can_have_is_one_sentence(tokenizer):
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>", "<answer>"]})
-    text = r"^reward 'format' would be 0 for every completion: the text that rewards get never has "
-    with pytest.raises(
-        ValueError, match=text + "</think>, <answer>, for which the tokenizer has special tokens, or none; "
-    ):
-        Rewards(["format"]).check_form(tokenizer, [])
-    with pytest.raises(ValueError, match=text + "<answer>, for which"):
-        Rewards(["format"], pattern=".*<answer>.*").check_form(tokenizer, [])
+    for pattern, of, lost in (
+        (None, tokenizer, "</think>, <answer>"), (".*<answer>.*", tokenizer, "<answer>"),
+        (None, arithmetic_tokenizer(32), "<think>, </think>, <answer>, </answer>"),
+    ):  # fmt: skip
+        text = (
+            f"^reward 'format' would be 0 for every completion: the text that rewards get never has {lost}, for which"
+        )
+        with pytest.raises(ValueError, match=text):
+            Rewards(["format"], pattern=pattern).check_form(of, [])
     for fine in (Rewards(["format"], pattern="<think>.*"), Rewards([exact_answer])):
         fine.check_form(tokenizer, [])
-    with pytest.raises(ValueError, match=text + "<think>, </think>, <answer>, </answer>, for which"):
-        Rewards(["format"]).check_form(arithmetic_tokenizer(32), [])
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_pattern_that_hangs_is_killed():
-    rewards = Rewards(["format"], pattern="(a+)+", timeout=0.3)
+def test_a_pattern_that_hangs_is_killed(make):
+    rewards = make("format", pattern="(a+)+", timeout=0.3)
     assert_total(score(rewards, ["aa", "b", "a" * 60 + "b"]), [1.0, 0.0, NAN])
-    rewards.close()
