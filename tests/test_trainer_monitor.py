@@ -215,6 +215,16 @@ def test_solved_groups_are_told_from_dead_ones():
     assert ["the prompts are too easy. Choose harder prompts" in a.message for a in found(since=0, **solved)] == [True]
 
 
+@pytest.mark.parametrize("big", [1e300, -1e300, 1e155, 5e-324])
+def test_every_float_is_taken(big):
+    records = log(60)
+    for record in records[1::2]:
+        record |= {key: big for key, value in record.items() if isinstance(value, float)}
+        if "evaluation" in record:
+            record["evaluation"] |= {"reward": big, "reward_error": abs(big), "problems": abs(big)}
+    alarms(records)
+
+
 def test_the_readme_describes_every_alarm():
     text = README.read_text(encoding="utf-8")
     assert [kind for kind in KINDS if f"`{kind}`" not in text] == []

@@ -26,6 +26,9 @@ from grpo_kernels.trainer.report import collect, thin, write_report
 HOSTILE = '</script><img src="https://example.com/x" onerror="document.title=\'owned\'"><b>\u2028\ud800'
 
 
+FIRST_CHARTS = ["Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm", "Learning rate"]
+
+
 def page_data(path):
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
     return json.loads(found.group(1))
@@ -40,33 +43,23 @@ def charts(data):
 
 def test_a_finished_run(tmp_path):
     records = log(120)
+    for record in records:
+        record |= {"my/own": 1.5} if "loss" in record else {}
     data = page_data(write_report(write_run(tmp_path / "run-7", records, samples(120))))
     assert (data["title"], data["state"], data["episodes"], data["notes"]) == ("run-7", "finished", [], [])
     assert data["sentence"].startswith("Finished after 120 steps. Held-out pass@1 rose from 0.350 to 0.9")
     assert {check["state"] for check in data["checks"]} == {"ok"} and len(data["checks"]) == len(KINDS)
-    first = data["groups"][0]
-    assert [chart["title"] for chart in first["charts"]] == [
-        "Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm", "Learning rate",
-    ]  # fmt: skip
+    assert [chart["title"] for chart in data["groups"][0]["charts"]] == FIRST_CHARTS
     assert data["series"]["kl"]["y"] == pytest.approx([r["kl"] for r in records if "kl" in r], rel=1e-4)
-    assert list(charts(data)["Held-out accuracy"]["lines"].values()) == [
-        "pass@1", "pass@4", "majority@4", "greedy",
-    ]  # fmt: skip
-
-
-def test_every_metric_of_the_log_is_in_a_chart(tmp_path):
-    records = log(30)
-    for record in records:
-        if "loss" in record:
-            record["my/own"] = 1.5
-    data = collect(write_run(tmp_path, records, []))
+    labels = list(charts(data)["Held-out accuracy"]["lines"].values())
+    assert labels == ["pass@1", "pass@4", "majority@4", "greedy"]
+    # Every metric of the log is in a chart.
     shown = {key for chart in charts(data).values() for key in (*chart["lines"], *chart["band"])}
     numbers = {key for record in records for key, value in record.items() if isinstance(value, (int, float))}
-    assert numbers - shown == NOT_PLOTTED - {"advantage_histogram"} and "my/own" in shown
-    assert {f"eval/{key}" for key in records[0]["evaluation"]} - shown == {
-        "eval/pass_at_k", "eval/problems", "eval/reward_error", "eval/samples",
-    }  # fmt: skip
-    assert len(charts(data)["Distribution of advantages"]["columns"]) == 30
+    assert numbers - shown == NOT_PLOTTED and "my/own" in shown
+    left_out = {"eval/pass_at_k", "eval/problems", "eval/reward_error", "eval/samples"}
+    assert {f"eval/{key}" for key in records[0]["evaluation"]} - shown == left_out
+    assert len(charts(data)["Distribution of advantages"]["columns"]) == 120
 
 
 @pytest.mark.parametrize("kind", ["reward_hacking", "kl_explosion"])
@@ -83,17 +76,14 @@ def test_each_failure_is_said_with_its_threshold_and_what_to_do(kind, tmp_path):
 # --- runs that go on, broken and empty ones ---------------------------------------------------------------------------
 
 
-def test_a_run_that_goes_on(tmp_path, monkeypatch):
-    folder = write_run(tmp_path / "run", log(40), samples(40), max_steps=100, finished=False)
+def test_a_run_that_goes_on_and_is_damaged(tmp_path, monkeypatch):
+    """With a broken last line, and a step that is there twice."""
+    folder = write_run(tmp_path, log(10, every=100), samples(10), max_steps=100, finished=False)
     os.utime(folder / "log.jsonl", (1e9, 1e9))
     monkeypatch.setattr(report, "time", SimpleNamespace(time=lambda: 1e9 + 3600, strftime=time.strftime))
     data = collect(folder)
     assert data["state"] == "unfinished"
-    assert data["sentence"].startswith("Step 40 of 100; the log was last written 1:00:00 before this report")
-
-
-def test_a_broken_last_line_and_a_step_that_is_there_twice(tmp_path):
-    folder = write_run(tmp_path, log(10, every=100), samples(10), finished=False)
+    assert data["sentence"].startswith("Step 10 of 100; the log was last written 1:00:00 before this report")
     with (folder / "log.jsonl").open("a") as file:
         file.write('{"step": 10, "loss": 7.0}\n[1]\n{"no": "step"}\n{"step": 11, "lo')
     with (folder / "samples.jsonl").open("ab") as file:
@@ -164,16 +154,6 @@ def test_what_log_extra_cannot_write_is_left_out(tmp_path):
     rows = report.read_lines(tmp_path / "samples.jsonl", notes)
     assert [row["extra"] for row in rows] == ["cannot be written as JSON: mine, other"] * 4 + [{"mine": "{1}"}]
     assert notes == [] and rows[0]["reward"] is None
-
-
-def test_the_monitor_takes_every_float(tmp_path):
-    for big in (1e300, -1e300, 1e155, 5e-324):
-        records = log(60)
-        for record in records[1::2]:
-            record |= {key: big for key, value in record.items() if isinstance(value, float) and key != "step"}
-            if "evaluation" in record:
-                record["evaluation"] |= {"reward": big, "reward_error": abs(big), "problems": abs(big)}
-        Monitor(records)
 
 
 def test_a_run_without_a_step(tmp_path):
@@ -248,11 +228,17 @@ const errors = [];
 addEventListener("error", event => errors.push(event.message));
 addEventListener("securitypolicyviolation", event => errors.push(event.blockedURI));
 </script>"""
-FIRST_CHARTS = ["Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm", "Learning rate"]
+TEXT, COLOR = "document.body.innerText", "getComputedStyle(document.body).backgroundColor"
 DRAWN = """[...document.querySelectorAll('.charts.first svg')].map(svg => [svg.getAttribute('aria-label'),
     Math.max(...[...svg.querySelectorAll('path')].map(path => path.getTotalLength()))])"""
 STEP = """[document.querySelector('select').selectedOptions[0],
     document.querySelectorAll('.charts.first figure')[2].querySelector('.legend b')].map(node => node.textContent)"""
+SELECT = "(s => (s.selectedIndex = 0, s.dispatchEvent(new Event('change'))))(document.querySelector('select'))"
+CLICK = "[...document.querySelectorAll('#pager button')].at(-1).click()"
+POINT = """(svg => svg.dispatchEvent(new PointerEvent('pointerdown', {
+    clientX: svg.getBoundingClientRect().right - 1 })))(document.querySelector('svg'))"""
+UNUSUAL = (TEXT, COLOR, "document.title", "document.querySelectorAll('img').length",
+           "document.documentElement.scrollWidth <= innerWidth")  # fmt: skip
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium in PATH and GRPO_KERNELS_BROWSER is not set")
 
 
@@ -272,42 +258,27 @@ def in_browser(path, *scripts, width=1280, dark=False):
 
 
 @needs_browser
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_browser_draws_it_without_errors_or_requests(dark, tmp_path):
-    path = write_report(write_run(tmp_path / "run", failing("kl_explosion"), samples(200), finished=False))
-    background = "getComputedStyle(document.body).backgroundColor"
-    color, text, drawn = in_browser(path, background, "document.body.innerText", DRAWN, dark=dark)
-    assert color == ("rgb(15, 18, 24)" if dark else "rgb(246, 247, 249)")
+def test_a_browser_draws_it_and_follows_the_step(tmp_path):
+    """Without errors or requests. The step is chosen by list, buttons and plot."""
+    path = write_report(write_run(tmp_path, failing("kl_explosion"), samples(200, per_step=2), finished=False))
+    text, color, drawn, first, _, selected, _, clicked, _, pointed = in_browser(
+        path, TEXT, COLOR, DRAWN, STEP, SELECT, STEP, CLICK, STEP, POINT, STEP
+    )
+    assert color == "rgb(246, 247, 249)"
     assert "KL explosion" in text and "thresholds 0.1 and 10" in text and "Lower the learning rate" in text
     assert [label.split(",")[0] for label, _ in drawn] == FIRST_CHARTS and all(length > 100 for _, length in drawn)
     assert "KL: from 0.01" in drawn[2][0] and "highest 81" in drawn[2][0]  # said for those who do not see the plot
+    assert first == pointed and first[0] == "Step 200" and selected[0] == "Step 1"
+    assert selected[1] != first[1] and clicked[0] not in ("Step 1", "Step 200")
 
 
 @needs_browser
-def test_the_step_is_chosen_by_list_buttons_and_plot(tmp_path):
-    path = write_report(write_run(tmp_path / "run", log(100), samples(100, per_step=2)))
-    select = "(s => (s.selectedIndex = 0, s.dispatchEvent(new Event('change'))))(document.querySelector('select'))"
-    click = "[...document.querySelectorAll('#pager button')].at(-1).click()"
-    point = """(svg => svg.dispatchEvent(new PointerEvent('pointerdown', {
-        clientX: svg.getBoundingClientRect().right - 1 })))(document.querySelector('svg'))"""
-    first, _, selected, _, clicked, _, pointed = in_browser(path, STEP, select, STEP, click, STEP, point, STEP)
-    assert first == pointed and first[0] == "Step 100" and selected[0] == "Step 1"
-    assert selected[1] != first[1] and clicked[0] not in ("Step 1", "Step 100")
-
-
-@needs_browser
-@pytest.mark.parametrize("case", ["empty", "hostile", "narrow"])
+@pytest.mark.parametrize("case", ["empty", "hostile"])
 def test_unusual_runs_in_a_browser(case, tmp_path):
+    """Dark and narrow: nothing runs over the side."""
     folder = tmp_path / "run"
-    if case == "hostile":
-        hostile_run(folder)
-    else:
-        steps = {"empty": 0, "narrow": 60}[case]
-        write_run(folder, log(steps) if steps else [], samples(steps), finished=steps > 0)
-    text, title, images, fits = in_browser(
-        write_report(folder), "document.body.innerText", "document.title", "document.querySelectorAll('img').length",
-        "document.documentElement.scrollWidth <= innerWidth", width=390 if case == "narrow" else 1280,
-    )  # fmt: skip
-    assert title == "run: training report" and images == 0 and fits  # nothing runs over the side
+    write_run(folder, [], [], finished=False) if case == "empty" else hostile_run(folder)
+    text, color, title, images, fits = in_browser(write_report(folder), *UNUSUAL, width=390, dark=True)
+    assert (color, title, images, fits) == ("rgb(15, 18, 24)", "run: training report", 0, True)
     assert ('</script><img src="https://example.com/x"' in text) == (case == "hostile")
     assert ("Nothing to judge yet" in text) == (case == "empty")
