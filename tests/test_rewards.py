@@ -86,17 +86,12 @@ def no_json(completions, log_extra, **_):
         circle = []
         circle.append(circle)
         log_extra("circle", [circle] * len(completions))
-    if "deep" in completions:
-        deep = []
-        for _ in range(200):
-            deep = [deep]
-        log_extra("deep", [deep] * len(completions))
     return [1.0] * len(completions)
 
 def wrong(completions, kind, **_):
     import numpy
     return {"dict": {}, "str": "a", "none": [], "array": numpy.array(1.0), "text": ["1"], "bytes": [b"1"],
-            "object": [object()], "long": [10**400], "longer": [10**5000], "no step": [[]], "steps": [["2"]]}[kind[0]]
+            "object": [object()], "long": [10**400], "no step": [[]], "steps": [["2"]]}[kind[0]]
 
 def stops(completions, **_):
     if "stop" in completions:
@@ -235,13 +230,12 @@ def test_results_of_the_wrong_length_or_type_are_named(timeout, make):
         "dict": "dict, expected a list of 1 numbers", "str": "str, expected a list", "none": "0 values, expected 1",
         "array": f"{'float' if timeout else 'ndarray'}, expected a list", "text": f"'1' {number}",
         "bytes": f".*1.* {number}", "object": f".*object object at .* {number}", "long": f".* {number}",
-        "longer": f"a int .* {number}" if timeout is None else "", "steps": rf"\['2'\] {number}",
+        "steps": rf"\['2'\] {number}",
         "no step": r"\[\] for a completion, expected a number for each of its steps, at least",
     }.items():  # fmt: skip
-        if text:
-            with pytest.raises(RunError, match=f"reward 'wrong' returned {text}") as caught:
-                score(rewards, ["a"], kind=[kind])
-            assert len(str(caught.value)) < 200
+        with pytest.raises(RunError, match=f"reward 'wrong' returned {text}") as caught:
+            score(rewards, ["a"], kind=[kind])
+        assert len(str(caught.value)) < 200
 
 
 @in_both
@@ -251,12 +245,9 @@ def test_a_column_that_cannot_be_copied_is_one_sentence(timeout, make):
 
 
 def test_what_json_lacks_costs_the_completion_alone(make):
-    rewards = make("own_rewards:no_json", timeout=20.0)
-    batch = score(rewards, ["a", "circle"])
+    batch = score(make("own_rewards:no_json", timeout=20.0), ["a", "circle"])
     assert_total(batch, [1.0, NAN])
     assert "Circular reference" in batch.failures[0].message
-    with pytest.raises(RunError, match=r"log_extra\('deep'\) got lists or objects of more than 100 levels"):
-        score(rewards, ["deep"])
 
 
 # ---- what comes from a process is data ------------------------------------------------------------------------------
@@ -324,8 +315,8 @@ def test_a_process_that_reads_nothing_is_not_waited_for(monkeypatch):
     (dict(specs=["no_module:f"]), "module 'no_module' cannot be imported: ModuleNotFoundError"),
     (dict(specs=["folder/own.py"]), "'folder/own.py' names no function; expected module:function or"),
     (dict(specs=["own_rewards:"]), "names no function"),
-    (dict(specs=["own_rewards:nothing"]), "has no such name: 'nothing'"),
-    (dict(specs=["own_rewards:value"]), "has a int, expected a function: 'value'"),
+    (dict(specs=["own_rewards:nothing"]), "'nothing' of module 'own_rewards' is None, expected a function"),
+    (dict(specs=["own_rewards:value"]), "'value' of module 'own_rewards' is 3, expected a function"),
     (dict(specs=["format"], weights=[1.0, 2.0]), "expected one finite number for each of 1 functions"),
     (dict(specs=["format"], weights=[NAN]), "expected one finite number"),
     (dict(specs=["gsm8k"], pattern="a"), "a pattern has no effect without the reward 'format'"),

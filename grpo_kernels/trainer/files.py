@@ -24,7 +24,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with naming(path):
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
 
 

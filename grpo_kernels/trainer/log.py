@@ -94,7 +94,7 @@ class RunLog:
             record["warnings"] = [{"kind": a.kind, "severity": a.severity, "message": a.message} for a in alarms]
         for alarm in alarms:
             self.say(f"step {record['step']}: {alarm.severity}: {alarm.message}")
-        self._append(LOG, record)
+        self._append(LOG, json.dumps(record, default=str))
         kind, metrics = ("eval", record["evaluation"]) if "evaluation" in record else ("train", record)
         numbers = {k: v for k, v in metrics.items() if is_number(v) and k != "step"}
         self.accelerator.log({f"{kind}/{TRL_NAMES.get(k, k)}": v for k, v in numbers.items()}, step=record["step"])
@@ -114,8 +114,8 @@ class RunLog:
             text = ""
         if parse_record(text) is None:
             names = ", ".join(map(str, sample.get("extra", {})))
-            sample = {**sample, "extra": f"cannot be written as JSON: {names}"}
-        self._append(SAMPLES, _finite(sample))
+            text = json.dumps(_finite({**sample, "extra": f"cannot be written as JSON: {names}"}))
+        self._append(SAMPLES, text)
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
@@ -126,10 +126,10 @@ class RunLog:
     def close(self) -> None:
         self.bar.close()
 
-    def _append(self, name: str, record: dict[str, Any]) -> None:
+    def _append(self, name: str, text: str) -> None:
         if self.writes:
             with naming(self.paths[name]), self.paths[name].open("a") as file:
-                file.write(json.dumps(record, default=str) + "\n")
+                file.write(f"{text}\n")
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .charts import FIRST, NOT_PLOTTED, flat, groups_of, pick
-from .files import naming
+from .files import write_text
 from .monitor import KINDS, WINDOW, Monitor
 from .records import Record, finite, is_number, parse, records_of
 from .tasks import ARITHMETIC_MODEL, ARITHMETIC_SUMS
@@ -58,11 +57,8 @@ def write_report(folder: str | Path) -> Path:
         "<", "\\u003c"
     )
     page = TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", data.replace("\u2028", "\\u2028"), 1)
-    path, temporary = folder / "report.html", folder / f".report.html.{os.getpid()}"
-    with naming(path):
-        temporary.write_text(page, encoding="utf-8", errors="replace")  # lone surrogates
-    os.replace(temporary, path)
-    return path
+    write_text(folder / "report.html", page.encode("utf-8", "replace").decode())  # without lone surrogates
+    return folder / "report.html"
 
 
 def collect(folder: Path) -> dict[str, Any]:

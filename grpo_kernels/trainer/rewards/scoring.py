@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import RunError
-from ..data import MOST_LEVELS, is_flat
 from . import answers
 from .answers import TAGS
 from .worker import Result, Worker, call, find
@@ -139,9 +138,9 @@ class Function:
                 raise TypeError
             numbers = [float(number) for number in numbers]
         except (TypeError, ValueError, OverflowError):
-            raise self.returned(f"{_shown(item)} for a completion", "a number or None") from None
+            raise self.returned(f"{item!r:.80} for a completion", "a number or None") from None
         if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
-            return Value(NAN, error=(f"reward {self.name!r} returned {_shown(item)}",) * 2)
+            return Value(NAN, error=(f"reward {self.name!r} returned {item!r:.80}",) * 2)
         return Value(sum(numbers), numbers if has_steps else None)
 
     def returned(self, found: str, expected: str) -> RunError:
@@ -220,8 +219,9 @@ class Rewards:
         for function in self.functions:
             if function.function is not answers.format:
                 continue
-            pattern = function.constants.get("pattern")
-            if lost := [tag for tag in TAGS if tag in (pattern or tag) and not _is_written(tag, tokenizer)]:
+            needed = [tag for tag in TAGS if tag in function.constants.get("pattern", tag)]
+            ids = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in needed}
+            if lost := [tag for tag in needed if tag not in tokenizer.decode(ids[tag], skip_special_tokens=True)]:
                 raise ValueError(
                     "reward 'format' would be 0 for every completion: the text that rewards get never has "
                     f"{', '.join(lost)}, for which the tokenizer has special tokens, or none; expected ordinary "
@@ -299,21 +299,6 @@ def _log(results: list[Result], count: int, batch: RewardBatch) -> None:
     nothing = [None] * (count // len(results))
     for column in dict.fromkeys(column for result in results for column in result.extra):
         values = [value for result in results for value in result.extra.get(column, nothing)]
-        if not is_flat(values):
-            raise RunError(f"log_extra({column!r}) got lists or objects of more than {MOST_LEVELS} levels")
         if len(values) != count:
             raise RunError(f"log_extra({column!r}) got {len(values)} values, expected {count}")
         batch.extra[column] = values
-
-
-def _is_written(text: str, tokenizer: Any) -> bool:
-    """Whether completions that the tokenizer decodes can have the text."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return text in tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _shown(item: Any) -> str:
-    try:
-        return f"{item!r:.80}"
-    except Exception as error:  # of an int of 5,000 digits, say
-        return f"a {type(item).__name__} ({error})"

@@ -67,9 +67,9 @@ def find(spec: str) -> Callable[..., Any]:
         raise ValueError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function) or isinstance(function, type):
-        kind = "class" if isinstance(function, type) else type(function).__name__
-        problem = "no such name" if function is None else f"a {kind}, expected a function"
-        raise ValueError(f"reward {spec!r}: module {module_name!r} has {problem}: {name!r}")
+        raise ValueError(
+            f"reward {spec!r}: {name!r} of module {module_name!r} is {function!r:.60}, expected a function"
+        )
     return function
 
 
@@ -104,8 +104,8 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             arguments = {name: value for name, value in arguments.items() if name in parameters}
         value = function(**arguments)
-        if inspect.isawaitable(value):
-            value = asyncio.run(awaited(value))
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
         # A tensor of one number has __iter__, which raises.
         if not isinstance(value, (str, bytes, dict)) and hasattr(value, "__iter__") and getattr(value, "ndim", 1) != 0:
             items = list(value)
@@ -115,10 +115,6 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
     except (Exception, SystemExit) as error:
         return failed(f"{type(error).__name__}: {error}")
     return Result(value, metrics, extra)
-
-
-async def awaited(value: Any) -> Any:
-    return await value
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
