@@ -110,29 +110,26 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
     assert "12 problems, 2 samples each" in found.out and "majority@2" in found.out
     assert "Loading weights" not in found.err
 
-    Path("no model").mkdir()
-    shutil.copy("run/config.json", "no model")
-    for words, message in (
-        (["no model"], "holds no final model"),
-        (
-            ["no-such"],
-            "no-such is neither the output folder of a run nor its checkpoint; a model needs --dataset-name a",
-        ),
-        (["run/model"], "run/model is neither the output folder of a run nor its checkpoint; a model needs"),
-        (["run", "--num-samples", "0"], "num_samples=0; expected at least 1"),
-        (["run", "--ks", "1", "8"], "ks=[1, 8]; expected numbers from 1 to num_samples=4"),
-        (["run", "--max-prompts", "-1"], "max_prompts=-1; expected at least 1"),
-        (["run", "--max-completion-length", "0"], "max_completion_length=0; expected at least 1"),
-        (["run", "--temperature", "-1"], "temperature=-1.0; expected at least 0"),
-        (["run", "--correct-at", "nan"], "correct_at=nan; expected a number"),
-        (["run", "--output", "."], "output=.; expected a file, in a folder that exists"),
-        (["run", "--output", "/no/such/folder/x.json"], "x.json; expected a file, in a folder that exists"),
-        (["run", "--dataset-test-split", "dev"], f"dataset_test_split='dev': {data} is one split"),
-        (["run", "--dataset-name", "no.csv"], "dataset_name=no.csv: there is no such file or folder in"),
-    ):
-        assert main(["evaluate", *words]) == 2
+    Path("no-model").mkdir()
+    shutil.copy("run/config.json", "no-model")
+    for line, message in {
+        "no-model": "holds no final model",
+        "no-such": "no-such is neither the output folder of a run nor its checkpoint; a model needs --dataset-name a",
+        "run/model": "run/model is neither the output folder of a run nor its checkpoint; a model needs",
+        "run --num-samples 0": "num_samples=0; expected at least 1",
+        "run --ks 1 8": "ks=[1, 8]; expected numbers from 1 to num_samples=4",
+        "run --max-prompts -1": "max_prompts=-1; expected at least 1",
+        "run --max-completion-length 0": "max_completion_length=0; expected at least 1",
+        "run --temperature -1": "temperature=-1.0; expected at least 0",
+        "run --correct-at nan": "correct_at=nan; expected a number",
+        "run --output .": "output=.; expected a file, in a folder that exists",
+        "run --output /no/such/folder/x.json": "x.json; expected a file, in a folder that exists",
+        "run --dataset-test-split dev": f"dataset_test_split='dev': {data} is one split",
+        "run --dataset-name no.csv": "dataset_name=no.csv: there is no such file or folder in",
+    }.items():
+        assert main(["evaluate", *line.split()]) == 2
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1, words
+        assert message in error and error.count("\n") == 1, line
 
 
 def test_nothing_that_a_folder_names_is_executed(model, data, tmp_path, monkeypatch, capsys):
@@ -142,37 +139,31 @@ def test_nothing_that_a_folder_names_is_executed(model, data, tmp_path, monkeypa
     Path("mine.py").write_text("open('made', 'w')\n" + reward)
     assert train(model, data, "run", max_steps=1, eval_dataset_name=data, reward_funcs="mine.py:f") == 0
     written = {
-        path: json.loads(path.read_text()) for path in (Path("run/config.json"), Path("run/checkpoint-1/run.json"))
+        Path(name): json.loads(Path(name).read_text()) for name in ("run/config.json", "run/checkpoint-1/run.json")
     }
     Path("made").unlink()
     sys.modules.pop(str(tmp_path / "mine.py"))
-    own = ["--reward-funcs", "mine.py:f"]
-    for changes, words, status, message in (
-        ({}, [], 2, ".json names reward functions that are code: 'mine.py:f'; to run it, expected --reward-funcs with"),
-        (
-            {"reward_funcs": ["arithmetic", "mine:f"]},
-            [],
-            2,
-            "names reward functions that are code: 'arithmetic', 'mine:f'",
-        ),
-        (
-            {"trust_remote_code": True},
-            own,
-            2,
-            "the run had trust_remote_code; to run the code of the model's repository,",
-        ),
-        ({"temperature": "hot"}, own, 2, ".json: temperature='hot' is a str; expected float"),
-        ({"reward_funcs": [["mine.py:f"]]}, [], 2, ".json: reward_funcs=[['mine.py:f']] is a list; expected list[str]"),
-        ({"reward_funcs": ["arithmetic"]}, [], 0, ""),
-        ({"trust_remote_code": True, "reward_funcs": ["arithmetic"]}, ["--no-trust-remote-code"], 0, ""),
-        ({}, own, 0, ""),
+    own, built_in, trusts = (
+        ["--reward-funcs", "mine.py:f"],
+        {"reward_funcs": ["arithmetic"]},
+        {"trust_remote_code": True},
+    )
+    for changes, words, message in (
+        ({}, [], ".json names reward functions that are code: 'mine.py:f'; to run it, expected --reward-funcs with"),
+        ({"reward_funcs": ["arithmetic", "mine:f"]}, [], "reward functions that are code: 'arithmetic', 'mine:f'"),
+        (trusts, own, "the run had trust_remote_code; to run the code of the model's repository,"),
+        ({"temperature": "hot"}, own, ".json: temperature='hot' is a str; expected float"),
+        ({"reward_funcs": [["mine.py:f"]]}, [], ".json: reward_funcs=[['mine.py:f']] is a list; expected list[str]"),
+        (built_in, [], ""),
+        (built_in | trusts, ["--no-trust-remote-code"], ""),
+        ({}, own, ""),
     ):
         for path, saved in written.items():
             path.write_text(json.dumps(saved | changes))
         for target in ("run", "run/checkpoint-1"):
-            assert main(["evaluate", target, *words, "--num-samples", "1"]) == status, (changes, words)
-            assert message in capsys.readouterr().err
-            assert Path("made").exists() == (words == own and status == 0)
+            status = main(["evaluate", target, *words, "--num-samples", "1"])
+            assert status == (2 if message else 0) and message in capsys.readouterr().err, (changes, words)
+            assert Path("made").exists() == (words == own and not message)
     for words, trusted in (([], False), (["--trust-remote-code"], True), (["--no-trust-remote-code"], False)):
         for target in ("run", "run/checkpoint-1", str(model)):
             options = module.parser().parse_args([target, *own, *words, "--dataset-name", str(data)])

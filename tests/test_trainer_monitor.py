@@ -82,17 +82,26 @@ def test_kl_must_be_large_per_token_and_per_sequence_for_three_steps(kl, length,
     assert alarms([record if record["step"] % 3 else {**record, "kl": 0.0} for record in steps]) == []
 
 
+def after(rewards, evaluations, limits=(0.0, 1.0)):
+    """The alarms of each evaluation, by step, of a run with these training rewards."""
+    monitor, found = Monitor(), {}
+    for step, reward in enumerate([None, *rewards]):
+        if step:
+            monitor.update({"step": step, "reward": reward, "reward_min": limits[0], "reward_max": limits[1]})
+        if step in evaluations:
+            found[step] = monitor.update({"step": step, "evaluation": evaluations[step]})
+    return found
+
+
 def hacking(*held_out, train=(0.2, 0.8), limits=(0.0, 1.0), error=0.01, problems=1000, wave=0.0):
     """Severity of the alarm at the last of the evaluations, whose rewards are given. The training reward is train[0] in
     the 20 steps before all but the last of them, and train[1] in those before the last."""
-    monitor, step, found = Monitor(), 0, []
-    for number, reward in enumerate(held_out, 1):
-        for i in range(20):
-            step += 1
-            mean = train[number == len(held_out)] + wave * (-1) ** i
-            monitor.update({"step": step, "reward": mean, "reward_min": limits[0], "reward_max": limits[1]})
-        evaluation = {"reward": reward, "reward_error": error, "problems": problems}
-        found = monitor.update({"step": step, "evaluation": {k: x for k, x in evaluation.items() if x is not None}})
+    count = 20 * len(held_out)
+    rewards = [train[i >= count - 20] + wave * (-1) ** i for i in range(count)]
+    evaluations = {
+        20 * i: {"reward": reward, "reward_error": error, "problems": problems} for i, reward in enumerate(held_out, 1)
+    }
+    found = after(rewards, evaluations, limits)[count]
     assert {alarm.kind for alarm in found} <= {"reward_hacking"}
     return found[0].severity if found else None
 
@@ -140,39 +149,22 @@ def test_hacking_compares_the_rewards_of_training_and_held_out_prompts(held_out,
 
 def test_hacking_compares_with_the_training_reward_at_the_best_evaluation():
     """Without an evaluation before it the first steps count; an evaluation that scored nothing is passed over."""
-
-    def found(rewards, evaluations):
-        monitor, alarms = Monitor(), []
-        for step, reward in enumerate(rewards, 1):
-            monitor.update({"step": step, "reward": reward, "reward_min": 0.0, "reward_max": 1.0})
-            if step in evaluations:
-                values = {"reward": evaluations[step], "reward_error": 0.01, "problems": 1000}
-                alarms += monitor.update({"step": step, "evaluation": values})
-        return [alarm.kind for alarm in alarms]
-
     at = [0.2] * 20 + [0.8] * 60
-    assert found(at, {20: 0.4, 40: 0.4}) == ["reward_hacking"]  # 0.2 then, 0.8 now
-    assert found(at, {40: 0.4, 60: 0.4}) == []  # 0.8 at both
-    assert found(at, {20: 0.4, 40: None}) == [] and found(at, {20: 0.4, 40: None, 60: 0.4}) == ["reward_hacking"]
-    assert found([0.2] * 10 + [0.8] * 20, {10: 0.4, 30: 0.4}) == ["reward_hacking"]
-    # The range is that of the whole run: 5 % of 2 are more than 0.06. Without rewards and their range there is none.
-    for first, kinds in ((2.0, []), (1.0, ["reward_hacking"]), (None, [])):
-        monitor, last = Monitor(), []
-        monitor.update({"step": 1, "reward": 0.2, "reward_min": first and 0.0, "reward_max": first})
-        for step in range(2, 41):
-            step_range = {"reward_min": 0.0, "reward_max": 1.0} if first else {}
-            monitor.update({"step": step, "reward": 0.2 if step <= 20 else 0.26, **step_range})
-            if step % 20 == 0:
-                last = monitor.update({"step": step, "evaluation": {"reward": 0.4, "problems": 10**6}})
-        assert [alarm.kind for alarm in last] == kinds
-    monitor, evaluation = Monitor(), {"reward": 0.4, "problems": 1000}
-    monitor.update({"step": 1, "reward_min": 0.0, "reward_max": 1.0})
-    assert [monitor.update({"step": step, "evaluation": evaluation}) for step in (1, 2)] == [[], []]  # no reward
-    monitor = Monitor()
-    assert monitor.update({"step": 0, "evaluation": {"reward": 0.4, "problems": 1000}}) == []  # before the first step
-    for step, reward in enumerate(at, 1):
-        monitor.update({"step": step, "reward": reward, "reward_min": 0.0, "reward_max": 1.0})
-    assert len(monitor.update({"step": 80, "evaluation": {"reward": 0.4, "problems": 1000}})) == 1
+    for rewards, held_out, limits, alarm in (
+        (at, {20: 0.4, 40: 0.4}, (0.0, 1.0), True),  # 0.2 then, 0.8 now
+        (at, {40: 0.4, 60: 0.4}, (0.0, 1.0), False),  # 0.8 at both
+        (at, {20: 0.4, 40: None}, (0.0, 1.0), False),
+        (at, {20: 0.4, 40: None, 60: 0.4}, (0.0, 1.0), True),
+        (at, {0: 0.4, 80: 0.4}, (0.0, 1.0), True),  # before the first step
+        ([0.2] * 10 + [0.8] * 20, {10: 0.4, 30: 0.4}, (0.0, 1.0), True),
+        # 5 % of the range, 2, are more than 0.06. Without rewards and their range there is none.
+        ([0.2] * 20 + [0.26] * 20, {20: 0.4, 40: 0.4}, (0.0, 1.0), True),
+        ([0.2] * 20 + [0.26] * 20, {20: 0.4, 40: 0.4}, (0.0, 2.0), False),
+        (at, {20: 0.4, 40: 0.4}, (None, None), False),
+        ([None] * 40, {20: 0.4, 40: 0.4}, (0.0, 1.0), False),
+    ):
+        evaluations = {step: {"reward": reward, "problems": 10**6} for step, reward in held_out.items()}
+        assert any(after(rewards, evaluations, limits).values()) == alarm, (held_out, limits)
 
 
 def test_hacking_names_its_numbers():
