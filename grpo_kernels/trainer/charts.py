@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from . import monitor
 from .records import Record, finite
 
-FIRST = "What matters first"
 NOT_PLOTTED = {"step", "rollout", "seconds", "completions/count"}
 HISTOGRAMS = 120
 
@@ -48,7 +47,7 @@ def all_charts(
     n, k = start.get("eval/samples", "n"), max(map(int, start.get("eval/pass_at_k") or [1]))
     names = [key.split("/")[1] for key in series if key.startswith("rewards/") and key.endswith("/mean")]
     return {
-        FIRST: (
+        "What matters first": (
             Chart("Reward", "mean", {"reward": "training", "eval/reward": "held out"},
                   ("reward_hacking", "reward_outliers", "constant_reward")),
             Chart("Held-out accuracy", "share of problems",

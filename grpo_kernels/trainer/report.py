@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .charts import FIRST, NOT_PLOTTED, flat, groups_of, pick
+from .charts import NOT_PLOTTED, flat, groups_of, pick
 from .files import write_text
 from .monitor import KINDS, WINDOW, Monitor
 from .records import Record, finite, is_number, parse, records_of
@@ -52,11 +52,9 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     if not any((folder / name).exists() for name in ("config.json", "log.jsonl")):
         raise ValueError(f"{folder} holds neither config.json nor log.jsonl; expected the output folder of a run")
-    # "<" would end the script element, as in "</script>"; a completion may hold anything.
-    data = json.dumps(collect(folder), allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
-        "<", "\\u003c"
-    )
-    page = TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", data.replace("\u2028", "\\u2028"), 1)
+    data = json.dumps(collect(folder), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    # A completion may hold anything: "</script>" would end the script element.
+    page = TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", data.replace("<", "\\u003c"), 1)
     write_text(folder / "report.html", page.encode("utf-8", "replace").decode())  # without lone surrogates
     return folder / "report.html"
 
@@ -85,7 +83,6 @@ def collect(folder: Path) -> dict[str, Any]:
             for e in found.episodes
         ],
         "checks": [{"title": KINDS[kind].title, "state": state} for kind, state in checks.items()],
-        "first": FIRST,
         "groups": groups_of(series, records, evaluations, config),
         "steps": steps,
         "series": series,
@@ -210,11 +207,10 @@ def thin(values: Sequence[float | None], limit: int) -> list[int]:
     """Indices of at most `limit` values, with the lowest (None is lower than all) and the highest of each stretch."""
     if len(values) <= limit:
         return list(range(len(values)))
-    stretches = max(1, limit // 2)
-    keep = set()
-    for part in range(stretches):
-        start, stop = part * len(values) // stretches, (part + 1) * len(values) // stretches
-        order = sorted(range(start, stop), key=lambda i: -math.inf if (v := values[i]) is None else v)
+    size, keep = math.ceil(2 * len(values) / limit), set()
+    for start in range(0, len(values), size):
+        stretch = range(start, min(start + size, len(values)))
+        order = sorted(stretch, key=lambda i: -math.inf if (value := values[i]) is None else value)
         keep |= {order[0], order[-1]}
     return sorted(keep)
 
