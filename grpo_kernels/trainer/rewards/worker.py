@@ -196,10 +196,11 @@ class Worker:
             self._socket, other = socket.socketpair()
             self._connection = Connection(os.dup(self._socket.fileno()))
             with other:
-                # -P: the folder of this file is not on the path.
-                command = [sys.executable, "-P", "-s", __file__, str(other.fileno())]
-                options = {"stdin": subprocess.DEVNULL, "pass_fds": [other.fileno()], "start_new_session": True}
-                self.process = subprocess.Popen(command, **options)  # type: ignore[call-overload]
+                fd = other.fileno()
+                command = [sys.executable, "-P", "-s", __file__, str(fd)]  # -P: this file's folder is not on the path
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True
+                )
             if error := self._ask(pickle.dumps((self.spec, self.seconds, sys.path)), START_SECONDS).error:
                 self.close()
                 raise ValueError(f"reward {self.spec!r} cannot be started: {error[0]}\n{error[1]}")
