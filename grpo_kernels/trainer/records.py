@@ -8,25 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 Record = dict[str, Any]
-LEVELS = 100  # of nesting: what is nested as deep as Python recurses can be read and not be written
 
 
 def parse(text: str | bytes) -> Any:
-    """Returns the value of a text of JSON; None for one that cannot be read, or is nested deeper than `LEVELS`."""
+    """Returns the value of a text of JSON; None for one that cannot be read."""
     try:
-        value = json.loads(text.decode() if isinstance(text, bytes) else text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    layer = [value]
-    for _ in range(LEVELS):
-        inner = (x.values() if isinstance(x, dict) else x for x in layer if isinstance(x, (dict, list)))
-        if not (layer := list(chain.from_iterable(inner))):
-            return value
-    return None
 
 
 def parse_record(line: str | bytes) -> Record | None:
