@@ -372,14 +372,21 @@ def test_pitfall_12_a_reward_that_hangs_is_killed(hang, why, make, tmp_path, mon
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.usefixtures("patient")
-def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(make, monkeypatch):
-    rewards = make("own_rewards:acts", timeout=0.1)
-    calls, call = [], rewards.functions[0].worker.call
-    monkeypatch.setattr(rewards.functions[0].worker, "call", lambda given: calls.append(1) or call(given))
-    batch = score(rewards, ["match"] * 64)
-    assert batch.total.isnan().all() and len(batch.failures) == 64 and "timed out" in batch.fatal.message
-    assert len(calls) == 1 + 8, "all at once, and eight of the 64 alone"
+@pytest.mark.parametrize("hanging", [16, 64])
+def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(hanging, make, monkeypatch):
+    """After all at once, and eight of the 64 alone, which are not those of the first prompts."""
+    rewards, calls = make("own_rewards:acts", timeout=0.1), []
+
+    def call(arguments):
+        calls.append(pickle.loads(arguments)["completions"])
+        late = module.failed("timed out")._replace(late=True)
+        return late if "match" in calls[-1] else module.Result([1.0], {}, {})
+
+    monkeypatch.setattr(rewards.functions[0].worker, "call", call)
+    batch = score(rewards, ["match"] * hanging + ["a"] * (64 - hanging))
+    assert batch.total.isnan().sum() == len(batch.failures) == hanging
+    assert len(calls) == 1 + (8 if hanging == 64 else 64)
+    assert (hanging < 64 and batch.fatal is None) or "timed out" in batch.fatal.message
 
 
 @pytest.mark.usefixtures("patient")
