@@ -273,7 +273,7 @@ def message(data):
 ], ids=range(5))  # fmt: skip
 def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, why, make, tmp_path, monkeypatch):
     """It is counted, by its reason; the trainer runs nothing of it, waits no longer than its limit, and goes on."""
-    monkeypatch.setattr(module, "WALL_PER_CPU", 3 if why == "timed out" else 1000)
+    monkeypatch.setattr(module, "WALL_PER_CPU", 5 if why == "timed out" else 1000)
     sent = data(tmp_path / "made")
     batch = score(make("own_rewards:acts", timeout=0.2), ["a", "answer", "c"], data=[sent] * 3)
     assert_total(batch, [1.0, NAN, 1.0])
@@ -355,11 +355,11 @@ def state_of(pid):
 
 
 @pytest.mark.parametrize(("hang", "why"), [
-    ("match", "0.2 s of CPU"), ("sleep", "1 s of wall-clock"), ("leave", "ended with status 3"),
+    ("match", "0.2 s of CPU"), ("sleep", "2 s of wall-clock"), ("leave", "ended with status 3"),
 ])  # fmt: skip
 def test_pitfall_12_a_reward_that_hangs_is_killed(hang, why, make, tmp_path, monkeypatch):
     """In the middle of the batch; scores are by index, and the next batch is scored as if nothing had been."""
-    monkeypatch.setattr(module, "WALL_PER_CPU", 5 if hang == "sleep" else 1000)
+    monkeypatch.setattr(module, "WALL_PER_CPU", 10 if hang == "sleep" else 1000)
     monkeypatch.setenv("ASLEEP", str(tmp_path / "asleep"))
     rewards = make("own_rewards:acts", timeout=0.2)
     batch = score(rewards, ["a", hang, "aaa"])
