@@ -229,6 +229,8 @@ addEventListener("securitypolicyviolation", event => errors.push(event.blockedUR
 TEXT, COLOR = "document.body.innerText", "getComputedStyle(document.body).backgroundColor"
 DRAWN = """[...document.querySelectorAll('.charts.first svg')].map(svg => [svg.getAttribute('aria-label'),
     Math.max(...[...svg.querySelectorAll('path')].map(path => path.getTotalLength()))])"""
+NORMS = """[...document.querySelectorAll('.charts.first svg')[4].querySelectorAll('text[text-anchor=end]')].map(
+    text => text.textContent)"""
 STEP = """[document.querySelector('select').selectedOptions[0],
     document.querySelectorAll('.charts.first figure')[2].querySelector('.legend b')].map(node => node.textContent)"""
 SELECT = "(s => (s.selectedIndex = 0, s.dispatchEvent(new Event('change'))))(document.querySelector('select'))"
@@ -259,13 +261,14 @@ def in_browser(path, *scripts, width=1280, dark=False):
 def test_a_browser_draws_it_and_follows_the_step(tmp_path):
     """Without errors or requests. The step is chosen by list, buttons and plot."""
     path = write_report(write_run(tmp_path, failing("kl_explosion"), samples(200, per_step=2), finished=False))
-    text, color, drawn, first, _, selected, _, clicked, _, pointed = in_browser(
-        path, TEXT, COLOR, DRAWN, STEP, SELECT, STEP, CLICK, STEP, POINT, STEP
+    text, color, drawn, norms, first, _, selected, _, clicked, _, pointed = in_browser(
+        path, TEXT, COLOR, DRAWN, NORMS, STEP, SELECT, STEP, CLICK, STEP, POINT, STEP
     )
     assert color == "rgb(246, 247, 249)"
     assert "KL explosion" in text and "thresholds 0.1 and 10" in text and "Lower the learning rate" in text
     assert [label.split(",")[0] for label, _ in drawn] == FIRST_CHARTS and all(length > 100 for _, length in drawn)
     assert "KL: from 0.01" in drawn[2][0] and "highest 81" in drawn[2][0]  # said for those who do not see the plot
+    assert norms[:3] == ["0.316", "1", "3.16"]  # on a logarithmic scale
     assert first == pointed and first[0] == "Step 200" and selected[0] == "Step 1"
     assert selected[1] != first[1] and clicked[0] not in ("Step 1", "Step 200")
 
