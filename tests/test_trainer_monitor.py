@@ -167,6 +167,12 @@ def test_hacking_compares_with_the_training_reward_at_the_best_evaluation():
         assert any(after(rewards, evaluations, limits).values()) == alarm, (held_out, limits)
 
 
+def test_hacking_is_over_with_the_next_evaluation():
+    evaluations = {20 * i: {"reward": x, "problems": 10**6} for i, x in enumerate((0.4, 0.4, 0.5, 0.5), 1)}
+    found = after([0.2] * 20 + [0.5] * 40 + [0.9] * 20, evaluations)
+    assert [len(alarms) for alarms in found.values()] == [0, 1, 0, 1]
+
+
 def test_hacking_names_its_numbers():
     records = log(200, every=1000, accuracy=lambda share: 0.4)
     last = {"step": 200, "evaluation": {"reward": 0.3, "reward_error": 0.023, "problems": 400}}
