@@ -71,6 +71,10 @@ def test_each_failure_is_said_with_its_threshold_and_what_to_do(kind, tmp_path):
     assert f"{shown[0]['seen']} {shown[0]['advice']}" == found[0].alarm.message
     state = {check["title"]: check["state"] for check in data["checks"]}[KINDS[kind].title]
     assert state == ("past" if shown[-1]["last"] is not None else shown[-1]["severity"])
+    # A run that resumes goes on with the alarms of its log.
+    resumed = RunLog(tmp_path, SimpleNamespace(is_main_process=True), TrainArguments())
+    resumed.start(200, {"log.jsonl": (tmp_path / "log.jsonl").stat().st_size})
+    assert resumed.monitor.episodes == found
 
 
 # --- runs that go on, broken and empty ones ---------------------------------------------------------------------------
