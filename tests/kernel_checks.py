@@ -368,13 +368,14 @@ def check_exponentials(
         check_equal(result, results[0])
     *_, unit, exps = results[0]
     found = Statistics(*results[0][:3])
-    check_statistics(*(Statistics(*(x[sound] for x in stats)) for stats in (found, truth)), tolerance=4e-6)
+    # The entropy of an improbable id's row is a difference of numbers near -logp, of which float32 holds 4e-6.
+    check_statistics(*(Statistics(*(x[sound] for x in stats)) for stats in (found, truth)), tolerance=2e-5)
     assert found.lse[has_nan].isnan()
     assert vocab == 1 or all(x[has_nan].isnan() for x in found)
     assert found.logp[outside].isnan() and unit[outside].isfinite() and exps[outside].isfinite().all()
     assert exps[sound].isfinite().all()
     derivative = -unit[sound, None].double() * exps[sound].double()
-    bound = expected[sound].abs() * (UNIT[torch.bfloat16] * 1.01 + 5e-5) + 1e-15
+    bound = expected[sound].abs() * (UNIT[torch.bfloat16] * 1.01 + 5e-5) + 1e-14  # float64 holds 1 - p to 1e-16 or so
     assert ((derivative - expected[sound]).abs() <= bound).all()
 
 

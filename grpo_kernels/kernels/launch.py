@@ -64,7 +64,7 @@ class TokenLaunch(NamedTuple):
     num_warps: int
 
 
-TUNABLE = {"rows": RowLaunch, "linear_logp": MatmulLaunch, "anchored": MatmulLaunch}  # by `grpo-kernels tune`
+TUNABLE = {"rows": RowLaunch, "fused_logp": MatmulLaunch, "fused_exponentials": MatmulLaunch}  # by `grpo-kernels tune`
 
 _trials: dict[str, RowLaunch | MatmulLaunch] = {}
 
@@ -134,6 +134,11 @@ def choose_strategy(backend: Backend, hidden: Tensor, weight: Tensor) -> str:
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
+
+
+def paying_products(device: torch.device) -> tuple[str, ...]:
+    """Returns which products with the softmax in their epilogue have been measured faster on such a GPU."""
+    return tuple(shipped_table()[architecture(device)]["fused_products"])
 
 
 def best_first(entry: str, served: tuple[str, ...], weight: Tensor) -> tuple[str, ...]:

@@ -1,27 +1,24 @@
 """The Triton kernels. Nothing here is imported before the Triton backend is asked for.
 
-objective.py    the loss of a token and its derivatives: one function per surrogate and per KL estimator
-rows.py         rows of logits: statistics, gradient, and both in one launch
-divergence.py   log-probabilities beside a teacher's, and the slope of their divergence
-teacher.py      rows of logits beside a teacher's: the divergence
-sparse.py       the gradient of rows of logits as few pairs of an id and a number
-matmul.py       tiles of a product in registers: what the next two share
-linear_logp.py  hidden states to log-probabilities, without logits
-anchored.py     hidden states to exponentials relative to the sampled token: the fused way without a row pass
-plan.py         what each token needs: its weights, whether it counts, its place in the order of rows
-tokens.py       the objective of tokens by themselves; sums over sequences, groups, the batch
-sequences.py    the objective of tokens that depend on their sequence
-layout.py       places of the fields of a token
-arguments.py    what kernels take together, and what may travel in a tuple
-maths.py        functions that Triton lacks on one of its targets
-launch.py       block shapes and warps, from the table launch.json; preferred strategies
-tune.py         measures candidates for that table on a GPU
+rows.py             rows of logits: statistics and gradient
+divergence.py       log-probabilities beside a teacher's, and the derivative of their divergence
+teacher.py          rows of logits beside a teacher's: the divergence
+exponentials.py     rows of logits to exponentials relative to the sampled id: both in one read and one write
+sparse.py           the gradient of rows of logits as few pairs of an id and a number
+matmul.py           tiles of a product in registers
+fused_products.py   hidden states to log-probabilities, or to exponentials, without logits
+kept.py             products over the ids that truncated sampling kept
+scale.py            finished gradients times a number
+maths.py            functions that Triton lacks on one of its targets
 
 Triton compiles a kernel again for an integer that is 1 (a constant then) or divisible by 16, and for a pointer that is
 not on 16 bytes. Whatever follows from the number of rows of a call is excluded from that (do_not_specialize): counts,
-parts, the token where a chunk starts, views of what holds a number per token or per sequence. A captured CUDA graph
-cannot compile, and its warm-up had other rows. Tensors of that kind in a tuple always begin on 16 bytes instead. What
-the lm_head determines stays specialised: wide loads need its divisors.
+parts, the token where a chunk starts, views of what holds a number per token. A captured CUDA graph cannot compile, and
+its warm-up had other rows. What the lm_head determines stays specialised: wide loads need its divisors.
+
+Kernels take, and hand to the functions that they call, named tuples. A launch gives Triton the fields of a tuple one by
+one and specialises all of them: a tuple holds what the lm_head determines and tensors that begin on 16 bytes in every
+call, as whole allocations do. Compile-time options that go together are one hashable tuple, a single tl.constexpr.
 """
 
 from __future__ import annotations

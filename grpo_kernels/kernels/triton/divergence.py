@@ -4,7 +4,7 @@
     forward_kl  D = sum q (log q - log p)                dD/dz = p - q
     jsd         D = b KL(q|m) + (1 - b) KL(p|m)          dD/dz = (1 - b) p (log(p / m) - KL(p|m)),  m = (1 - b) p + b q
 
-b is the teacher's share of the mixture. teacher.py has the kernel of D; rows.py adds the slope to its gradient.
+b is the teacher's share of the mixture. teacher.py has the kernel of D; rows.py adds the derivative to its gradient.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Pair(NamedTuple):
     row: Any  # rows.Row of the teacher
     policy: Any  # Side
     teacher: Any
-    g_divergence: Any  # d loss / dD
+    ddivergence: Any  # d loss / dD
     weight: Any  # that times the chain rule's scale
-    offset: Any  # of contract.TeacherLogits
+    offset: Any  # of operations.TeacherLogits
     q: Any  # TeacherScalars
 
 
@@ -54,15 +54,15 @@ def log_of_ratio(p, m):
 
 
 @triton.jit
-def divergence_slope(y1, y2, pair, OPTIONS: tl.constexpr):
+def divergence_gradient(y1, y2, pair, OPTIONS: tl.constexpr):
     """weight dD/dz of (ROWS, COLUMNS)."""
     log_p, prob_p = probabilities(y1, pair.policy)
     log_q, prob_q = probabilities(y2, pair.teacher)
     if OPTIONS.divergence == "forward_kl":
         return pair.weight[:, None] * (prob_p - prob_q)
     if OPTIONS.divergence == "reverse_kl":
-        slope = pair.weight[:, None] * prob_p * (log_p - log_q - pair.offset[:, None])
-        return tl.where(prob_p == 0.0, 0.0, slope)
+        value = pair.weight[:, None] * prob_p * (log_p - log_q - pair.offset[:, None])
+        return tl.where(prob_p == 0.0, 0.0, value)
     beta = pair.q.divergence_beta
     m = prob_p * (1.0 - beta) + prob_q * beta
     scale = pair.weight[:, None] * (1.0 - beta)

@@ -14,13 +14,14 @@ The rows of ids come from those of the mask: a program finds a token's sampled i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import KeptIds, KeptPairs, KeptRows, TokenMask, contiguous_rows
-from .arguments import Matrix
+from ..operations import KeptIds, KeptPairs, KeptRows, TokenMask, contiguous_rows
 
 # Of a tile in which rows of W are read: whole lines, 16 in flight per program.
 SLOTS: tl.constexpr = tl.constexpr(16)
@@ -28,6 +29,17 @@ WIDTH: tl.constexpr = tl.constexpr(128)
 SUM_SLOTS: tl.constexpr = tl.constexpr(8)
 SUM_WIDTH: tl.constexpr = tl.constexpr(1024)  # columns of a sum that a program owns: 128 threads of 16 bytes
 IDS: tl.constexpr = tl.constexpr(64)  # of a row that are looked at together
+
+
+class Matrix(NamedTuple):
+    """Rows of numbers without gaps inside a row."""
+
+    data: Tensor
+    row_stride: int  # elements from one row to the next
+
+    @classmethod
+    def of(cls, x: Tensor) -> Matrix:
+        return cls(x, x.stride(0))
 
 
 @triton.jit
@@ -106,21 +118,27 @@ def logits_kernel(hidden, weight, bias, index, ids, logits, slots, width):
     tl.store(logits + place, tl.where(used, found, -float("inf")), mask=slot < slots)
 
 
+@triton.jit
+def sum_of_rows(factors, rows, begin, end, matrix, columns, inside):
+    """The sum of factors[i] times row rows[i] of the matrix over i from `begin` to `end`, at SUM_WIDTH columns."""
+    total = tl.zeros((SUM_WIDTH,), tl.float32)
+    for first in range(begin, end, SUM_SLOTS):
+        place = first + tl.arange(0, SUM_SLOTS)
+        live = place < end
+        factor = tl.load(factors + place, mask=live, other=0.0)
+        row = matrix.data + tl.load(rows + place, mask=live, other=0).to(tl.int64)[:, None] * matrix.row_stride
+        x = tl.load(row + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(x * factor[:, None], 0)
+    return total
+
+
 @triton.jit(do_not_specialize=["index", "ids", "dlogits"])
 def dhidden_kernel(dlogits, weight, index, ids, dhidden, slots, width):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SUM_WIDTH + tl.arange(0, SUM_WIDTH)
     inside = columns < width
-    total = tl.zeros((SUM_WIDTH,), tl.float32)
-    count = number_of_ids(ids + row * slots, slots)
-    for first in range(0, count, SUM_SLOTS):
-        slot = first + tl.arange(0, SUM_SLOTS)
-        used = slot < count
-        id_ = tl.load(ids + row * slots + slot, mask=used, other=0).to(tl.int64)
-        factor = tl.load(dlogits + row * slots + slot, mask=used, other=0.0)
-        rows = weight.data + id_[:, None] * weight.row_stride
-        w = tl.load(rows + columns[None, :], mask=used[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        total += tl.sum(w * factor[:, None], 0)
+    ids += row * slots
+    total = sum_of_rows(dlogits + row * slots, ids, 0, number_of_ids(ids, slots), weight, columns, inside)
     target = dhidden.data + tl.load(index + row) * dhidden.row_stride + columns
     tl.store(target, total.to(dhidden.data.dtype.element_ty), mask=inside)
 
@@ -132,15 +150,7 @@ def dweight_kernel(factors, tokens, hidden, starts, dweight, width, ADD: tl.cons
     if end > begin or not ADD:
         columns = tl.program_id(1) * SUM_WIDTH + tl.arange(0, SUM_WIDTH)
         inside = columns < width
-        total = tl.zeros((SUM_WIDTH,), tl.float32)
-        for first in range(begin, end, SUM_SLOTS):
-            place = first + tl.arange(0, SUM_SLOTS)
-            live = place < end
-            factor = tl.load(factors + place, mask=live, other=0.0)
-            token = tl.load(tokens + place, mask=live, other=0).to(tl.int64)
-            rows = hidden.data + token[:, None] * hidden.row_stride
-            h = tl.load(rows + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            total += tl.sum(h * factor[:, None], 0)
+        total = sum_of_rows(factors, tokens, begin, end, hidden, columns, inside)
         target = dweight.data + id_ * dweight.row_stride + columns
         if ADD:
             total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
@@ -151,7 +161,7 @@ def dweight_kernel(factors, tokens, hidden, starts, dweight, width, ADD: tl.cons
 
 
 def kept_ids(mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
-    """Into `found`: see contract.py."""
+    """Into `found`: see operations.py."""
     (rows, ids), token_of, columns, added = found
     ids_kernel[(ids.shape[0],)](
         mask.ids, mask.ends, sampled, rows.index, mask.ids.numel(), own.start, len(own), vocab_size, ids,

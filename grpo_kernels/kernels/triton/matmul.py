@@ -8,8 +8,8 @@ for such a loop on sm_90.
 
 On an H200 a tile of 128 x 256 by 8 warps asks the L2 cache for 24 bytes per cycle and multiprocessor at full rate, and
 its sums are half of the registers: one program per multiprocessor, whose epilogue no product overlaps. With 128 x 128
-by 4 warps two programs take turns, but ask for 32 bytes, about what the cache delivers. `grpo-kernels tune` measures
-both.
+by 4 warps two programs take turns, but ask for 32 bytes, about what the cache delivers. launch.json has what was
+measured faster.
 
 Programs that run at the same time form a block: token tiles of about GROUP_BYTES by some parts of the vocabulary. The
 hidden states of a group stay in the L2 cache; a tile of the weight is read from memory once per group.
@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...names import KernelParams
 from ..launch import MatmulLaunch, matmul_launch
+from ..operations import HeadChunk, contiguous_rows
 from .maths import INV_LN2, softcap
 from .rows import logit_scales
 
@@ -45,7 +45,6 @@ INTERPRETER_PARTS = 3  # so that the interpreter combines parts too
 class Head(NamedTuple):
     """What the lm_head determines."""
 
-    group: int  # token tiles whose hidden states stay in the L2 cache
     bias: Tensor | None
     vocab: int
     width: int
@@ -198,15 +197,23 @@ class Product(NamedTuple):
     """A product hidden weight^T as its kernels are launched."""
 
     grid: tuple[int, int]  # token tiles, parts
+    hidden: Tensor
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]
     head: Head
     per_part: int
+    group: int  # token tiles whose hidden states stay in the L2 cache
     tiles: Tiles
     options: dict[str, int]
 
 
-def prepare(kernel: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, params: KernelParams) -> Product:
+def head_of(hidden: Tensor, chunk: HeadChunk) -> Head:
+    vocab, width = chunk.weight.shape
+    return Head(chunk.bias, vocab, width, hidden.stride(0), chunk.weight.stride(0), *map(float, chunk.transform))
+
+
+def prepare(kernel: str, chunk: HeadChunk) -> Product:
     """Launch arguments of `kernel`, from its entry in the launch table. 16-bit inputs: others have no tensor cores."""
+    hidden, weight = contiguous_rows(chunk.hidden), chunk.weight
     (count, width), vocab = hidden.shape, weight.shape[0]
     launch = matmul_launch(kernel, hidden.device, width, vocab, hidden.dtype)
     token_tiles, tiles = triton.cdiv(count, launch.block_m), triton.cdiv(vocab, launch.block_v)
@@ -220,15 +227,12 @@ def prepare(kernel: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, pa
             TensorDescriptor.from_tensor(weight, [launch.block_v, launch.block_h]),
         )
     compiled = Tiles(
-        params.softcap != 0.0, tma, width % launch.block_h == 0, vocab % launch.block_v == 0,
+        chunk.transform.softcap != 0.0, tma, width % launch.block_h == 0, vocab % launch.block_v == 0,
         launch.block_m, launch.block_v, launch.block_h,
     )  # fmt: skip
-    head = Head(
-        group, bias, vocab, width, hidden.stride(0), weight.stride(0),
-        float(params.logit_scale), float(params.softcap),
-    )  # fmt: skip
+    grid = token_tiles, triton.cdiv(tiles, per_part)
     options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
-    return Product((token_tiles, triton.cdiv(tiles, per_part)), operands, head, per_part, compiled, options)
+    return Product(grid, hidden, operands, head_of(hidden, chunk), per_part, group, compiled, options)
 
 
 def _describable(x: Tensor) -> bool:

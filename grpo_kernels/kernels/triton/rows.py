@@ -1,4 +1,4 @@
-"""Rows of logits: their statistics, their gradient, and both in one launch with the objective in between.
+"""Rows of logits: their statistics and their gradient.
 
 The gradient takes in that of the divergence to a teacher (teacher.py) whose rows are given beside the logits.
 
@@ -6,49 +6,43 @@ The gradient takes in that of the divergence to a teacher (teacher.py) whose row
     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
-    dz_j = g_logp (1[j = id] - p_j) - g_entropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
+    dz_j = dlogp (1[j = id] - p_j) - dentropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
 
 A program owns `ROWS` rows (one on a GPU), of the tokens `index` or from `start` on, and walks them in blocks. What
-belongs to a token is read and written at its place in the batch: column `token` of the table and of the values.
+belongs to a token is read and written at its place in the batch.
 
 An exponential is 2^t with t = (y - max) * to_z log2(e): its error grows with the distance from the maximum, where the
 term no longer counts. Sums of a block are float32 trees, sums over blocks float64.
 
-Each row is read twice. The statistics run from the end of the row to its start and the gradient from the start to the
-end, so that the second sweep begins with what the L2 cache still holds. The gradient may overwrite the logits, in
-float32 or as 16-bit values over the front of the same row: a block is read by all threads before any of them writes,
-and what is written lies at or before what has been read.
+The statistics run from the end of the row to its start and the gradient from the start to the end, so that it begins
+with what the L2 cache still holds. The gradient may overwrite the logits, in float32 or as 16-bit values over the front
+of the same row: a block is read by all threads before any of them writes, and what is written lies at or before what
+has been read.
 
 A mask keeps 128-bit accesses only if it provably never ends within 16 bytes, so blocks end at the last multiple of
-`GROUP` columns. Where V is no multiple (`RAGGED`), half a block follows for the columns that are left; otherwise it is
-not compiled. Rows must provably start on 16 bytes as well: chunk_row_stride aligns those of the scratch; a caller's own
-logits may have any row stride, and are then read one by one. Registers for that half block (sm_90, V = 50,257):
-    40 as it is; 64 and no 128-bit access if all blocks were masked by V
-    97 without the loop of one turn around it: LLVM keeps its addresses and masks from one sweep to the other
-    48 instead of 32 in the gradient alone with fewer columns: Triton spreads those over threads in another way, and has
-       all that is known of a row twice
+`GROUP` columns. Where V is no multiple (`RAGGED`), half a block follows for the columns that are left, in a loop of one
+turn, without which LLVM keeps its addresses and masks from one sweep to the other; otherwise it is not compiled. Rows
+must provably start on 16 bytes as well: chunk_row_stride aligns the scratch's; a caller's own logits may have any row
+stride, and are then read one by one.
 
 Per logit of a (C, V) float32 chunk with 16-bit gradients:
     statistics     reads 4 bytes; 1 exponential, about 8 operations
     gradient       reads 4, writes 2; 1 exponential, about 8
-    single pass    reads 8 (the second 4 in part from L2), writes 2; 2 exponentials, about 16
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import LogitChunk, RowGradients, Rows
 from ..launch import row_launch
-from .arguments import Batch
-from .divergence import Pair, Side, divergence_slope
-from .layout import TEMPERATURE, TOKEN_ENTROPY, TOKEN_G_LOGP, TOKEN_LOGP, WEIGHT_ENTROPY
+from ..operations import LogitChunk, LogitTransform, RowGradients, Rows, TeacherTransform
+from .divergence import Pair, Side, divergence_gradient
 from .maths import INV_LN2, LN2, expm1, exponent, softcap
-from .objective import Variant, evaluate_token, scalars, store_objective, variant
 
 GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of whether 16 divides an integer
 
@@ -65,10 +59,14 @@ def logit_scales(p, temperature, CAPPED: tl.constexpr):
 class Row(NamedTuple):
     """The rows of a program, (ROWS,) each unless told."""
 
-    u: Any  # pointers to their first logits
-    bias: Any  # pointer to (V,), or None
+    at: Any  # places in the chunk
+    token: Any  # places in the batch
     live: Any
     ids: Any  # sampled
+    known: Any  # there is a sampled id
+    temperature: Any
+    u: Any  # pointers to their first logits
+    bias: Any  # pointer to (V,), or None
     vocab: Any  # number of columns
 
 
@@ -80,16 +78,7 @@ class RowSums(NamedTuple):
     moment: Any  # sum of 2^t t, float64
 
 
-class Statistics(NamedTuple):
-    """(ROWS,) each; z - lse = (y - top) to_z - log_sum."""
-
-    top: Any
-    log_sum: Any
-    logp: Any
-    entropy: Any
-
-
-class Slopes(NamedTuple):
+class Terms(NamedTuple):
     """du_j = 2^t (constant + linear t) slope_j for all but the sampled id, which has du_id; (ROWS,) each."""
 
     top: Any
@@ -97,7 +86,7 @@ class Slopes(NamedTuple):
     constant: Any
     linear: Any
     du_id: Any
-    known: Any  # there is a sampled id
+    known: Any  # there is a sampled id, and a gradient
     is_zero: Any  # without a gradient, whatever the row holds
 
 
@@ -108,9 +97,8 @@ class RowOptions(NamedTuple):
     ragged: bool  # the vocabulary does not end at a multiple of GROUP
     rows: int
     block: int
-    overlap: bool = False  # gradients of a narrower type lie over the logits
-    variant: Variant | None = None  # of the objective
-    teacher: RowOptions | None = None  # of the teacher's rows
+    overlap: bool = False  # what is written lies over logits of a wider type
+    teacher_capped: bool = False
     divergence: str | None = None
 
 
@@ -123,27 +111,50 @@ class Logits(NamedTuple):
     row_stride: int
 
 
-class TeacherValues(NamedTuple):
-    """Of all tokens; see contract.TeacherLogits."""
+class TeacherStatistics(NamedTuple):
+    """Of all tokens; see operations.TeacherLogits."""
 
+    divergence: Tensor
     offset: Tensor
     lse: Tensor
 
 
-class TeacherScalars(NamedTuple):
-    """TeacherParams, but for the divergence."""
-
-    divergence_beta: float
-    logit_scale: float
-    softcap: float
+TeacherScalars = namedtuple("TeacherScalars", TeacherTransform._fields[1:])  # type: ignore[misc]
 
 
 class Gradient(NamedTuple):
-    """RowGradients, or nothing. What rounding took, (C,), is asked for on a CPU alone."""
+    """RowGradients. What rounding took, (C,), is asked for on a CPU only."""
 
-    data: Tensor | None = None
-    row_stride: int | None = None
-    rounding_error: Tensor | None = None
+    data: Tensor
+    row_stride: int
+    rounding_error: Tensor | None
+
+
+@triton.jit
+def rows_of_program(logits, ids, place, temperature, count, ROWS: tl.constexpr):
+    """`place`: the token of row 0 where tokens follow it, or a pointer to the places of all rows."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = rows < count
+    token = tokens_of(rows, place, live)
+    id_ = tl.load(ids + token, mask=live, other=-1)
+    T = tl.load(temperature + token, mask=live, other=1.0)
+    known = live & (id_ >= 0) & (id_ < logits.vocab)
+    return Row(rows, token, live, id_, known, T, rows_of(logits, rows), logits.bias, logits.vocab)
+
+
+@triton.jit
+def tokens_of(rows, place, live):
+    if place.dtype.is_ptr():
+        token = tl.load(place + rows, mask=live, other=0)
+    else:
+        token = rows + place
+    return token
+
+
+@triton.jit
+def rows_of(matrix, rows):
+    """Pointers to their first elements."""
+    return matrix.data + rows * matrix.row_stride
 
 
 @triton.jit
@@ -190,18 +201,21 @@ def load_sampled(row, known):
     return logit
 
 
+# --- statistics -----------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def add_columns(row, first, end, sums, to_exponent, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def add_columns(row, first, end, sums, to_exponent, p, CAPPED: tl.constexpr, COLUMNS: tl.constexpr):
     """add_block with the logits of the columns from `first` to `end`, at most COLUMNS."""
     columns = first + tl.arange(0, COLUMNS)
     inside = row.live[:, None] & (columns < end)[None, :]
-    y, _ = softcap(load_logits(row, columns, end, inside), p.logit_scale, p.softcap, OPTIONS.capped)
+    y, _ = softcap(load_logits(row, columns, end, inside), p.logit_scale, p.softcap, CAPPED)
     y = tl.where(inside, y, -float("inf"))
     return add_block(y, sums, to_exponent)
 
 
 @triton.jit
-def row_sums(row, to_z, p, OPTIONS: tl.constexpr):
+def row_sums(row, to_z, p, CAPPED: tl.constexpr, OPTIONS: tl.constexpr):
     """RowSums of whole rows."""
     BLOCK: tl.constexpr = OPTIONS.block
     to_exponent = (to_z * INV_LN2).to(tl.float32)
@@ -210,124 +224,30 @@ def row_sums(row, to_z, p, OPTIONS: tl.constexpr):
     if OPTIONS.ragged:
         end = row.vocab // GROUP * GROUP
         for first in range(end, row.vocab, BLOCK // 2):
-            sums = add_columns(row, first, row.vocab, sums, to_exponent, p, OPTIONS, BLOCK // 2)
+            sums = add_columns(row, first, row.vocab, sums, to_exponent, p, CAPPED, BLOCK // 2)
     blocks = tl.cdiv(end, BLOCK)
     for i in range(blocks):
         first = (blocks - 1 - i) * BLOCK
-        sums = add_columns(row, first, end, sums, to_exponent, p, OPTIONS, BLOCK)
+        sums = add_columns(row, first, end, sums, to_exponent, p, CAPPED, BLOCK)
     return sums
 
 
-@triton.jit
-def row_statistics(row, to_z, p, OPTIONS: tl.constexpr):
-    sums = row_sums(row, to_z, p, OPTIONS)
+@triton.jit(do_not_specialize=["ids", "place", "temperature", "count"])
+def statistics_kernel(logits, ids, place, temperature, stats, count, p, OPTIONS: tl.constexpr):
+    row = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
+    to_z, _ = logit_scales(p, row.temperature, OPTIONS.capped)
+    sums = row_sums(row, to_z, p, OPTIONS.capped, OPTIONS)
     log_sum = tl.log(sums.exps)
     entropy = (log_sum - LN2 * (sums.moment / sums.exps)).to(tl.float32)
-    known = row.live & (row.ids >= 0) & (row.ids < row.vocab)
-    y_id, _ = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
+    y_id, _ = softcap(load_sampled(row, row.known), p.logit_scale, p.softcap, OPTIONS.capped)
     logp = ((y_id - sums.top).to(tl.float64) * to_z - log_sum).to(tl.float32)
-    logp = tl.where(known, logp, float("nan"))  # an id outside the vocabulary has no probability
-    return Statistics(sums.top, log_sum, logp, entropy)
+    logp = tl.where(row.known, logp, float("nan"))  # an id outside the vocabulary has no probability
+    tl.store(stats.logp + row.token, logp, mask=row.live)
+    tl.store(stats.entropy + row.token, entropy, mask=row.live)
+    tl.store(stats.lse + row.token, sums.top.to(tl.float64) * to_z + log_sum, mask=row.live)
 
 
-@triton.jit
-def gradient_of(row, columns, end, wanted, slopes, pair, p, OPTIONS: tl.constexpr):
-    """The gradient (ROWS, COLUMNS) of these columns; anything where none is wanted. `pair`: None without a teacher."""
-    y, slope = softcap(load_logits(row, columns, end, wanted), p.logit_scale, p.softcap, OPTIONS.capped)
-    if OPTIONS.divergence is not None:
-        TEACHER: tl.constexpr = OPTIONS.teacher
-        u = load_logits(pair.row, columns, end, wanted)
-        other, _ = softcap(u, pair.q.logit_scale, pair.q.softcap, TEACHER.capped)
-    t = exponent(y, slopes.top[:, None], slopes.to_exponent[:, None])
-    value = tl.exp2(t) * (slopes.constant[:, None] + slopes.linear[:, None] * t)
-    if OPTIONS.divergence is not None:
-        value += divergence_slope(y, other, pair, OPTIONS)
-    value *= slope
-    return tl.where(columns[None, :] == row.ids[:, None], slopes.du_id[:, None], value)
-
-
-@triton.jit
-def store_columns(row, du, first, end, slopes, pair, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The gradient of the columns from `first` to `end`, at most COLUMNS."""
-    columns = first + tl.arange(0, COLUMNS)
-    wanted = row.live[:, None] & (columns < end)[None, :]
-    # A zero-gradient row is not read: whatever it holds, its gradient is 0.
-    value = gradient_of(row, columns, end, wanted & ~slopes.is_zero[:, None], slopes, pair, p, OPTIONS)
-    value = tl.where(slopes.is_zero[:, None], 0.0, value)
-    if OPTIONS.overlap:  # 16-bit values over float32 logits that another thread may not have read yet
-        tl.debug_barrier()
-    tl.store(du[:, None] + columns[None, :], value.to(du.dtype.element_ty), mask=wanted)
-
-
-@triton.jit
-def rows_of(matrix, rows):
-    """Pointers to their first elements."""
-    return matrix.data + rows * matrix.row_stride
-
-
-@triton.jit
-def row_slopes(row, found, g_logp, g_entropy, scales, p, OPTIONS: tl.constexpr):
-    """From the Statistics `found`; 1 - p of the sampled id comes from expm1."""
-    to_z, chain = scales
-    to_exponent = (to_z * INV_LN2).to(tl.float32)
-    is_zero = (g_logp == 0.0) & (g_entropy == 0.0)
-    factor = -tl.exp(-found.log_sum) * chain
-    at_log_p_zero = g_logp + tl.where(g_entropy == 0.0, 0.0, g_entropy * (found.entropy - found.log_sum))
-    constant, linear = (factor * at_log_p_zero).to(tl.float32), (factor * LN2 * g_entropy).to(tl.float32)
-
-    known = row.live & ~is_zero & (row.ids >= 0) & (row.ids < row.vocab)
-    y_id, slope_id = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
-    log_p = (y_id - found.top).to(tl.float64) * to_z - found.log_sum
-    pull = -g_logp * expm1(log_p.to(tl.float32))
-    bent = (g_entropy != 0.0) & (log_p > -1e30)
-    pull -= tl.where(bent, g_entropy * (tl.exp(log_p) * (log_p + found.entropy)).to(tl.float32), 0.0)
-    du_id = pull * chain.to(tl.float32) * slope_id
-    return Slopes(found.top, to_exponent, constant, linear, du_id, known, is_zero)
-
-
-@triton.jit
-def add_divergence(row, slopes, pair, p, OPTIONS: tl.constexpr):
-    """The Slopes with what the sampled id gets of the divergence; only a row without either gradient is zero."""
-    TEACHER: tl.constexpr = OPTIONS.teacher
-    is_zero = slopes.is_zero & (pair.g_divergence == 0.0)
-    known = row.live & ~is_zero & (row.ids >= 0) & (row.ids < row.vocab)
-    y1, slope = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
-    y2, _ = softcap(load_sampled(pair.row, known), pair.q.logit_scale, pair.q.softcap, TEACHER.capped)
-    of_id = tl.sum(divergence_slope(y1[:, None], y2[:, None], pair, OPTIONS), 1) * slope
-    du_id = tl.where(slopes.known, slopes.du_id, 0.0) + tl.where(known, of_id, 0.0)
-    return Slopes(slopes.top, slopes.to_exponent, slopes.constant, slopes.linear, du_id, known, is_zero)
-
-
-@triton.jit
-def row_gradient(row, gradient, rows, found, g_logp, g_entropy, pair, scales, p, OPTIONS: tl.constexpr):
-    BLOCK: tl.constexpr = OPTIONS.block
-    du = rows_of(gradient, rows)
-    slopes = row_slopes(row, found, g_logp, g_entropy, scales, p, OPTIONS)
-    if OPTIONS.divergence is not None:
-        slopes = add_divergence(row, slopes, pair, p, OPTIONS)
-
-    tl.debug_barrier()  # every thread has read the sampled logit before any writes over it
-    end = row.vocab
-    if OPTIONS.ragged:
-        end = row.vocab // GROUP * GROUP
-    for first in range(0, end, BLOCK):
-        store_columns(row, du, first, end, slopes, pair, p, OPTIONS, BLOCK)
-    if OPTIONS.ragged:
-        for first in range(end, row.vocab, BLOCK // 2):
-            store_columns(row, du, first, row.vocab, slopes, pair, p, OPTIONS, BLOCK // 2)
-    if gradient.rounding_error is not None:
-        rounded = slopes.du_id.to(du.dtype.element_ty).to(tl.float32)
-        tl.store(gradient.rounding_error + rows, tl.where(slopes.known, slopes.du_id - rounded, 0.0), mask=row.live)
-
-
-@triton.jit
-def tokens_of(rows, place, live):
-    """Places of rows in the batch. `place`: the token of row 0 where tokens follow it, or a pointer to all places."""
-    if place.dtype.is_ptr():
-        token = tl.load(place + rows, mask=live, other=0)
-    else:
-        token = rows + place
-    return token
+# --- gradient -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -338,78 +258,103 @@ def split_lse(lse, to_z):
 
 
 @triton.jit
-def store_statistics(columns, lse, token, tokens, live, found, to_z):
-    total = found.top.to(tl.float64) * to_z + found.log_sum
-    tl.store(columns + TOKEN_LOGP * tokens + token, found.logp, mask=live)
-    tl.store(columns + TOKEN_ENTROPY * tokens + token, found.entropy, mask=live)
-    tl.store(lse + token, total, mask=live)
+def load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS: tl.constexpr):
+    """(Terms, log_sum, d loss / d logp, d loss / d entropy); 1 - p of the sampled id comes from expm1."""
+    to_z, chain = scales
+    top, log_sum = split_lse(tl.load(stats.lse + row.token, mask=row.live, other=0.0), to_z)
+    entropy = tl.load(stats.entropy + row.token, mask=row.live, other=0.0)
+    dlogp = tl.load(dlogp + row.token, mask=row.live, other=0.0)
+    dentropy = tl.load(dentropy + row.token, mask=row.live, other=0.0)
+    to_exponent = (to_z * INV_LN2).to(tl.float32)
+    is_zero = (dlogp == 0.0) & (dentropy == 0.0)
+    factor = -tl.exp(-log_sum) * chain
+    at_log_p_zero = dlogp + tl.where(dentropy == 0.0, 0.0, dentropy * (entropy - log_sum))
+    constant, linear = (factor * at_log_p_zero).to(tl.float32), (factor * LN2 * dentropy).to(tl.float32)
+
+    known = row.known & ~is_zero
+    y_id, slope_id = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
+    log_p = (y_id - top).to(tl.float64) * to_z - log_sum
+    dz_id = -dlogp * expm1(log_p.to(tl.float32))
+    has_entropy_grad = (dentropy != 0.0) & (log_p > -1e30)
+    dz_id -= tl.where(has_entropy_grad, dentropy * (tl.exp(log_p) * (log_p + entropy)).to(tl.float32), 0.0)
+    du_id = dz_id * chain.to(tl.float32) * slope_id
+    return Terms(top, to_exponent, constant, linear, du_id, known, is_zero), log_sum, dlogp, dentropy
 
 
-@triton.jit(do_not_specialize=["ids", "place", "temperature", "count", "tokens"])
-def statistics_kernel(logits, ids, place, temperature, values, count, tokens, p, OPTIONS: tl.constexpr):
-    rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
-    live = rows < count
-    token = tokens_of(rows, place, live)
-    id_ = tl.load(ids + token, mask=live, other=0)
-    to_z, _ = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), OPTIONS.capped)
-    row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
-    found = row_statistics(row, to_z, p, OPTIONS)
-    store_statistics(values.columns, values.lse, token, tokens, live, found, to_z)
+@triton.jit
+def add_divergence(row, terms, pair, p, OPTIONS: tl.constexpr):
+    """The Terms with what the sampled id gets of the divergence; only a row without either gradient is zero."""
+    is_zero = terms.is_zero & (pair.ddivergence == 0.0)
+    known = row.known & ~is_zero
+    y1, slope = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
+    y2, _ = softcap(load_sampled(pair.row, known), pair.q.logit_scale, pair.q.softcap, OPTIONS.teacher_capped)
+    of_id = tl.sum(divergence_gradient(y1[:, None], y2[:, None], pair, OPTIONS), 1) * slope
+    du_id = tl.where(terms.known, terms.du_id, 0.0) + tl.where(known, of_id, 0.0)
+    return Terms(terms.top, terms.to_exponent, terms.constant, terms.linear, du_id, known, is_zero)
 
 
-@triton.jit(do_not_specialize=["ids", "place", "temperature", "g_logp", "g_entropy", "count", "tokens", "weight"])
+@triton.jit
+def gradient_of(row, columns, end, wanted, terms, pair, p, OPTIONS: tl.constexpr):
+    """The gradient (ROWS, COLUMNS) of these columns; anything where none is wanted. `pair`: None without a teacher."""
+    y, slope = softcap(load_logits(row, columns, end, wanted), p.logit_scale, p.softcap, OPTIONS.capped)
+    if OPTIONS.divergence is not None:
+        u = load_logits(pair.row, columns, end, wanted)
+        other, _ = softcap(u, pair.q.logit_scale, pair.q.softcap, OPTIONS.teacher_capped)
+    t = exponent(y, terms.top[:, None], terms.to_exponent[:, None])
+    value = tl.exp2(t) * (terms.constant[:, None] + terms.linear[:, None] * t)
+    if OPTIONS.divergence is not None:
+        value += divergence_gradient(y, other, pair, OPTIONS)
+    value *= slope
+    return tl.where(columns[None, :] == row.ids[:, None], terms.du_id[:, None], value)
+
+
+@triton.jit
+def store_columns(row, du, first, end, terms, pair, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The gradient of the columns from `first` to `end`, at most COLUMNS."""
+    columns = first + tl.arange(0, COLUMNS)
+    wanted = row.live[:, None] & (columns < end)[None, :]
+    # A zero-gradient row is not read: whatever it holds, its gradient is 0.
+    value = gradient_of(row, columns, end, wanted & ~terms.is_zero[:, None], terms, pair, p, OPTIONS)
+    value = tl.where(terms.is_zero[:, None], 0.0, value)
+    if OPTIONS.overlap:  # 16-bit values over float32 logits that another thread may not have read yet
+        tl.debug_barrier()
+    tl.store(du[:, None] + columns[None, :], value.to(du.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["ids", "place", "temperature", "dlogp", "dentropy", "count", "weight"])
 def gradient_kernel(
-    logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, gradient, p, teacher, kept, weight, q,
+    logits, ids, place, temperature, stats, dlogp, dentropy, count, gradient, p, teacher, found, weight, q,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """With a `teacher` also the gradient of the divergence, from what its kernel has `kept`."""
-    rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
-    live = rows < count
-    token = tokens_of(rows, place, live)
-    id_ = tl.load(ids + token, mask=live, other=0)
-    T = tl.load(temperature + token, mask=live, other=1.0)
-    scales = logit_scales(p, T, OPTIONS.capped)
-    top, log_sum = split_lse(tl.load(values.lse + token, mask=live, other=0.0), scales[0])
-    h = tl.load(values.columns + TOKEN_ENTROPY * tokens + token, mask=live, other=0.0)
-    by_logp = tl.load(g_logp + token, mask=live, other=0.0)
-    by_entropy = tl.load(g_entropy + token, mask=live, other=0.0)
-    row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
-    found = Statistics(top, log_sum, None, h)
+    """With a `teacher` also the gradient of the divergence, from what its kernel has `found`."""
+    BLOCK: tl.constexpr = OPTIONS.block
+    row = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
+    scales = logit_scales(p, row.temperature, OPTIONS.capped)
+    terms, log_sum, _, _ = load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS)
     pair = None
     if OPTIONS.divergence is not None:  # Triton 3.4 cannot compare a tuple that holds None
-        TEACHER: tl.constexpr = OPTIONS.teacher
-        other = Row(rows_of(teacher, rows), teacher.bias, live, id_, teacher.vocab)
-        to_z, _ = logit_scales(q, T, TEACHER.capped)
-        other_top, other_log_sum = split_lse(tl.load(kept.lse + token, mask=live, other=0.0), to_z)
-        policy, other_side = Side(top, scales[0], log_sum), Side(other_top, to_z, other_log_sum)
-        g_divergence = tl.load(weight + token, mask=live, other=0.0)
-        offset = tl.load(kept.offset + token, mask=live, other=0.0)
-        pair = Pair(other, policy, other_side, g_divergence, g_divergence * scales[1].to(tl.float32), offset, q)
-    row_gradient(row, gradient, rows, found, by_logp, by_entropy, pair, scales, p, OPTIONS)
+        other = rows_of_program(teacher, ids, place, temperature, count, OPTIONS.rows)
+        to_z, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
+        other_top, other_log_sum = split_lse(tl.load(found.lse + row.token, mask=row.live, other=0.0), to_z)
+        policy, other_side = Side(terms.top, scales[0], log_sum), Side(other_top, to_z, other_log_sum)
+        ddivergence = tl.load(weight + row.token, mask=row.live, other=0.0)
+        offset = tl.load(found.offset + row.token, mask=row.live, other=0.0)
+        pair = Pair(other, policy, other_side, ddivergence, ddivergence * scales[1].to(tl.float32), offset, q)
+        terms = add_divergence(row, terms, pair, p, OPTIONS)
 
-
-@triton.jit(do_not_specialize=["ids", "place", "count", "tokens"])
-def single_pass_kernel(logits, ids, place, batch, count, tokens, gradient, p, OPTIONS: tl.constexpr):
-    """Statistics and objective, and where there is a `gradient` to write that as well."""
-    rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
-    live = rows < count
-    token = tokens_of(rows, place, live)
-    id_ = tl.load(ids + token, mask=live, other=0)
-    column = batch.table + token
-    scales = logit_scales(p, tl.load(column + TEMPERATURE * tokens, mask=live, other=1.0), OPTIONS.capped)
-    row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
-    found = row_statistics(row, scales[0], p, OPTIONS)
-    store_statistics(batch.columns, batch.lse, token, tokens, live, found, scales[0])
-
-    VARIANT: tl.constexpr = OPTIONS.variant
-    objective = evaluate_token(column, tokens, live, found.logp, found.entropy, p, VARIANT)
-    store_objective(batch.columns + token, tokens, live, objective)
-    if gradient.data is not None:
-        # Read back, not kept: 40 registers instead of 46 to 64 (see above), as the objective's end here with it.
-        tl.debug_barrier()
-        g_logp = tl.load(batch.columns + TOKEN_G_LOGP * tokens + token, mask=live, other=0.0)
-        g_entropy = tl.load(column + WEIGHT_ENTROPY * tokens, mask=live, other=0.0)
-        row_gradient(row, gradient, rows, found, g_logp, g_entropy, None, scales, p, OPTIONS)
+    du = rows_of(gradient, row.at)
+    tl.debug_barrier()  # every thread has read the sampled logit before any writes over it
+    end = row.vocab
+    if OPTIONS.ragged:
+        end = row.vocab // GROUP * GROUP
+    for first in range(0, end, BLOCK):
+        store_columns(row, du, first, end, terms, pair, p, OPTIONS, BLOCK)
+    if OPTIONS.ragged:
+        for first in range(end, row.vocab, BLOCK // 2):
+            store_columns(row, du, first, row.vocab, terms, pair, p, OPTIONS, BLOCK // 2)
+    if gradient.rounding_error is not None:
+        rounded = terms.du_id.to(du.dtype.element_ty).to(tl.float32)
+        tl.store(gradient.rounding_error + row.at, tl.where(terms.known, terms.du_id - rounded, 0.0), mask=row.live)
 
 
 # --- launchers ------------------------------------------------------------------------------------------------------
@@ -418,28 +363,31 @@ def single_pass_kernel(logits, ids, place, batch, count, tokens, gradient, p, OP
 def statistics(chunk: LogitChunk) -> None:
     """logp, entropy and lse of logits (C, V)."""
     grid, options = row_options(chunk)
-    statistics_kernel[grid](
-        logits_of(chunk), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values, len(chunk.logits),
-        len(chunk.ids), scalars(chunk.params), **options,
-    )  # fmt: skip
+    statistics_kernel[grid](*read_by(chunk), chunk.stats, len(chunk.logits), scalars(chunk.transform), **options)
 
 
-def logits_gradient(chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, gradients: RowGradients) -> None:
+def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
     """d loss / d logits (C, V)."""
-    grid, options = row_options(chunk, gradients)
+    grid, options = row_options(chunk, out.dlogits)
     gradient_kernel[grid](
-        logits_of(chunk), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values, g_logp, g_entropy,
-        len(chunk.logits), len(chunk.ids), gradient_to(gradients), scalars(chunk.params), *teacher_of(chunk), **options,
+        *read_by(chunk), chunk.stats, dlogp, dentropy, len(chunk.logits),
+        Gradient(out.dlogits, out.dlogits.stride(0), out.rounding_error), scalars(chunk.transform), *teacher_of(chunk),
+        **options,
     )  # fmt: skip
 
 
-def single_pass(chunk: LogitChunk, table: Tensor, gradients: RowGradients | None = None) -> None:
-    """Everything about tokens that depend on themselves alone."""
-    grid, options = row_options(chunk, gradients, variant(chunk.params))
-    single_pass_kernel[grid](
-        logits_of(chunk), chunk.ids, place(chunk.rows), Batch.of(table, chunk.values), len(chunk.logits),
-        len(chunk.ids), gradient_to(gradients), scalars(chunk.params), **options,
-    )  # fmt: skip
+def scalars(transform: LogitTransform) -> LogitTransform:
+    """Floats, which Triton does not compile in as it does integers of 1."""
+    return LogitTransform(*map(float, transform))
+
+
+def read_by(chunk: LogitChunk) -> tuple[Logits, Tensor, int | Tensor, Tensor]:
+    """What kernels of rows take first: logits, ids, place, temperature."""
+    return logits_of(chunk.logits, chunk.bias), chunk.ids, place(chunk.rows), chunk.temperature
+
+
+def logits_of(logits: Tensor, bias: Tensor | None) -> Logits:
+    return Logits(logits, bias, logits.shape[1], logits.stride(0))
 
 
 def place(rows: Rows) -> int | Tensor:
@@ -447,39 +395,24 @@ def place(rows: Rows) -> int | Tensor:
     return rows.start if rows.index is None else rows.index
 
 
-def row_options(
-    chunk: LogitChunk, gradients: RowGradients | None = None, variant: Variant | None = None
-) -> tuple[tuple[int], dict[str, Any]]:
-    """(grid, what is compiled in)."""
-    logits = chunk.logits
+def row_options(chunk: LogitChunk, out: Tensor | None = None) -> tuple[tuple[int], dict[str, Any]]:
+    """(grid, what is compiled in) of a kernel that writes rows of `out`."""
+    logits, softcap = chunk.logits, chunk.transform.softcap
     count, vocab = logits.shape
     launch = row_launch("rows", logits.device, vocab, logits.dtype)
-    dlogits = logits if gradients is None else gradients.dlogits
-    overlap = dlogits.data_ptr() == logits.data_ptr() and dlogits.dtype != logits.dtype
-    ragged = vocab % GROUP.value != 0
-    options = RowOptions(chunk.params.softcap != 0.0, ragged, launch.rows, launch.block, overlap, variant)
+    overlap = out is not None and out.data_ptr() == logits.data_ptr() and out.dtype != logits.dtype
+    options = RowOptions(softcap != 0.0, vocab % GROUP.value != 0, launch.rows, launch.block, overlap)
     if chunk.teacher is not None:
-        other = options._replace(capped=chunk.teacher.params.softcap != 0.0)
-        options = options._replace(teacher=other, divergence=chunk.teacher.params.divergence)
+        transform = chunk.teacher.transform
+        options = options._replace(teacher_capped=transform.softcap != 0.0, divergence=transform.divergence)
     return (triton.cdiv(count, launch.rows),), {"OPTIONS": options, "num_warps": launch.num_warps}
 
 
-def logits_of(chunk: LogitChunk) -> Logits:
-    return Logits(chunk.logits, chunk.bias, chunk.logits.shape[1], chunk.logits.stride(0))
-
-
-def teacher_of(chunk: LogitChunk) -> tuple[Logits, TeacherValues, Tensor, TeacherScalars] | tuple[None, ...]:
-    """(its logits, what is kept of all tokens, the weights of their divergence, its numbers), or as many None."""
-    given = chunk.teacher
-    if given is None:
+def teacher_of(chunk: LogitChunk) -> tuple[Any, ...]:
+    """(its logits, what is known of all tokens, the weights of their divergence, its numbers), or as many None."""
+    teacher = chunk.teacher
+    if teacher is None:
         return None, None, None, None
-    logits = Logits(given.logits, given.bias, given.logits.shape[1], given.logits.stride(0))
-    params = given.params
-    numbers = TeacherScalars(params.divergence_beta, params.logit_scale, params.softcap)
-    return logits, TeacherValues(given.offset, given.lse), given.weight, numbers
-
-
-def gradient_to(gradients: RowGradients | None) -> Gradient:
-    if gradients is None:
-        return Gradient()
-    return Gradient(gradients.dlogits, gradients.dlogits.stride(0), gradients.rounding_error)
+    found = TeacherStatistics(teacher.divergence, teacher.offset, teacher.lse)
+    numbers = TeacherScalars._make(map(float, teacher.transform[1:]))
+    return logits_of(teacher.logits, teacher.bias), found, teacher.weight, numbers

@@ -1,4 +1,4 @@
-"""Rows of d loss / d logits as pairs of an id and a number, by systematic sampling (contract.SparseRule).
+"""Rows of d loss / d logits as pairs of an id and a number, by systematic sampling (operations.SparseRule).
 
 A program owns rows and walks them in blocks, as in rows.py. Shares of the level theta s are integers in units of
 1 / SPARSE_ONE. An entry that is kept as it is has a share of exactly 1: it passes one integer wherever the running sum
@@ -19,24 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import LogitChunk, SparseRows, SparseRule
-from ...names import SPARSE_ONE
-from .layout import TOKEN_ENTROPY
-from .objective import scalars
-from .rows import (
-    GROUP,
-    Row,
-    Statistics,
-    gradient_of,
-    logit_scales,
-    logits_of,
-    place,
-    row_options,
-    row_slopes,
-    rows_of,
-    split_lse,
-    tokens_of,
-)
+from ..operations import SPARSE_ONE, LogitChunk, SparseRows, SparseRule
+from .rows import GROUP, gradient_of, load_terms, logit_scales, read_by, row_options, rows_of_program, scalars
 
 ONE: tl.constexpr = tl.constexpr(float(SPARSE_ONE))
 BITS: tl.constexpr = tl.constexpr(SPARSE_ONE.bit_length() - 1)
@@ -78,10 +62,10 @@ def start_of_sum(token, lse, first_id):
 
 
 @triton.jit
-def shares_of(row, columns, end, slopes, sink, p, OPTIONS: tl.constexpr):
+def shares_of(row, columns, end, terms, sink, p, OPTIONS: tl.constexpr):
     """(gradients, whether they are kept as they are, their shares); 0 is the share of a column beyond `end`."""
-    wanted = (row.live & ~slopes.is_zero)[:, None] & (columns < end)[None, :]
-    value = gradient_of(row, columns, end, wanted, slopes, None, p, OPTIONS)
+    wanted = (row.live & ~terms.is_zero)[:, None] & (columns < end)[None, :]
+    value = gradient_of(row, columns, end, wanted, terms, None, p, OPTIONS)
     share = tl.abs(value) * sink.to_share[:, None]
     exact = ~(share < ONE) | (columns[None, :] == row.ids[:, None])  # NaN and infinity too
     steps = (tl.where(exact, ONE, share) + 0.5).to(tl.uint32).to(tl.int64)
@@ -98,10 +82,10 @@ def add_up(progress, steps, sink):
 
 
 @triton.jit
-def store_part(row, first, end, slopes, sink, progress, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def store_part(row, first, end, terms, sink, progress, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
     """The pairs of the columns from `first` to `end`, at most COLUMNS; Progress behind them."""
     columns = first + tl.arange(0, COLUMNS)
-    value, exact, steps = shares_of(row, columns, end, slopes, sink, p, OPTIONS)
+    value, exact, steps = shares_of(row, columns, end, terms, sink, p, OPTIONS)
     fraction, pairs, stores = add_up(progress, steps, sink)
     if stores:
         after = progress.sum[:, None] + tl.cumsum(steps, 1)
@@ -114,59 +98,50 @@ def store_part(row, first, end, slopes, sink, progress, p, OPTIONS: tl.constexpr
 
 
 @triton.jit
-def store_block(row, first, end, slopes, sink, progress, p, OPTIONS: tl.constexpr, PART: tl.constexpr):
+def store_block(row, first, end, terms, sink, progress, p, OPTIONS: tl.constexpr, PART: tl.constexpr):
     """store_part of a block, by parts of PART columns where there is something to store."""
     BLOCK: tl.constexpr = OPTIONS.block
-    _, _, steps = shares_of(row, first + tl.arange(0, BLOCK), end, slopes, sink, p, OPTIONS)
+    _, _, steps = shares_of(row, first + tl.arange(0, BLOCK), end, terms, sink, p, OPTIONS)
     fraction, pairs, stores = add_up(progress, steps, sink)
     if stores:  # what the parts find holds: compiled differently, a share may round differently
         for part in range(first, tl.minimum(first + BLOCK, end), PART):
-            progress = store_part(row, part, end, slopes, sink, progress, p, OPTIONS, PART)
+            progress = store_part(row, part, end, terms, sink, progress, p, OPTIONS, PART)
     else:
         progress = Progress(fraction, pairs)
     return progress
 
 
-@triton.jit(do_not_specialize=["ids", "place", "temperature", "g_logp", "g_entropy", "count", "tokens", "first_id"])
+@triton.jit(do_not_specialize=["ids", "place", "temperature", "dlogp", "dentropy", "count", "first_id"])
 def sparse_kernel(
-    logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, pair_ids, numbers, counts, capacity,
-    theta, first_id, p, OPTIONS: tl.constexpr, PART: tl.constexpr,
+    logits, ids, place, temperature, stats, dlogp, dentropy, count, pair_ids, numbers, counts, capacity, theta,
+    first_id, p, OPTIONS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = OPTIONS.rows  # Triton 3.4 takes no attribute in a shape
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = rows < count
-    token = tokens_of(rows, place, live)
-    id_ = tl.load(ids + token, mask=live, other=0)
-    scales = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), OPTIONS.capped)
-    lse = tl.load(values.lse + token, mask=live, other=0.0)
-    top, log_sum = split_lse(lse, scales[0])
-    h = tl.load(values.columns + TOKEN_ENTROPY * tokens + token, mask=live, other=0.0)
-    by_logp = tl.load(g_logp + token, mask=live, other=0.0)
-    by_entropy = tl.load(g_entropy + token, mask=live, other=0.0)
-    row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
-    slopes = row_slopes(row, Statistics(top, log_sum, None, h), by_logp, by_entropy, scales, p, OPTIONS)
+    row = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    scales = logit_scales(p, row.temperature, OPTIONS.capped)
+    terms, _, by_logp, by_entropy = load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS)
 
     level = theta * (scales[1].to(tl.float32) * (tl.abs(by_logp) + tl.abs(by_entropy)))
-    level = tl.where(slopes.is_zero, 1.0, level)  # such a row has no entries: any number will do
-    sink = Sink(pair_ids + rows * capacity, numbers + rows * capacity, capacity, level, 1.0 / level * ONE)
-    progress = Progress(start_of_sum(token, lse, first_id), tl.zeros((ROWS,), tl.int32))
+    level = tl.where(terms.is_zero, 1.0, level)  # such a row has no entries: any number will do
+    sink = Sink(pair_ids + row.at * capacity, numbers + row.at * capacity, capacity, level, 1.0 / level * ONE)
+    lse = tl.load(stats.lse + row.token, mask=row.live, other=0.0)
+    progress = Progress(start_of_sum(row.token, lse, first_id), tl.zeros((ROWS,), tl.int32))
     end = row.vocab
     if OPTIONS.ragged:
         end = row.vocab // GROUP * GROUP
     for first in range(0, end, OPTIONS.block):
-        progress = store_block(row, first, end, slopes, sink, progress, p, OPTIONS, PART)
+        progress = store_block(row, first, end, terms, sink, progress, p, OPTIONS, PART)
     if OPTIONS.ragged:
         for first in range(end, row.vocab, PART):
-            progress = store_part(row, first, row.vocab, slopes, sink, progress, p, OPTIONS, PART)
-    tl.store(counts + rows, tl.minimum(progress.pairs, capacity + 1), mask=live)
+            progress = store_part(row, first, row.vocab, terms, sink, progress, p, OPTIONS, PART)
+    tl.store(counts + row.at, tl.minimum(progress.pairs, capacity + 1), mask=row.live)
 
 
-def sparse_gradient(chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, rule: SparseRule, pairs: SparseRows) -> None:
+def sparse_gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: SparseRule, out: SparseRows) -> None:
     """d loss / d logits (C, V) as pairs."""
     grid, options = row_options(chunk)
     part = min(32 * options["num_warps"], options["OPTIONS"].block)
     sparse_kernel[grid](
-        logits_of(chunk), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values, g_logp, g_entropy,
-        len(chunk.logits), len(chunk.ids), *pairs, pairs.ids.shape[1], rule.theta, rule.first_id,
-        scalars(chunk.params), PART=part, **options,
+        *read_by(chunk), chunk.stats, dlogp, dentropy, len(chunk.logits), *out, out.ids.shape[1], rule.theta,
+        rule.first_id, scalars(chunk.transform), PART=part, **options,
     )  # fmt: skip

@@ -10,42 +10,34 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...contract import LogitChunk, RowGradients
-from ...names import FIELD
+from ..operations import LogitChunk
 from . import rows
 from .divergence import Side, log_of_ratio, probabilities
-from .layout import TOKEN_DIVERGENCE
 from .maths import softcap
-from .objective import scalars
 from .rows import (
     GROUP,
-    Row,
     load_logits,
     logit_scales,
-    logits_of,
-    place,
+    read_by,
     row_options,
     row_sums,
-    rows_of,
+    rows_of_program,
+    scalars,
     split_lse,
     teacher_of,
-    tokens_of,
 )
-from .tokens import token_objective
 
 
 @triton.jit
 def add_columns(row, other, first, end, sums, sides, p, q, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sums, extended by the columns from `first` to `end`, at most COLUMNS: (D, 0); with jsd (KL(q|m), KL(p|m))."""
-    TEACHER: tl.constexpr = OPTIONS.teacher
     total, of_policy = sums
     policy, teacher = sides
     columns = first + tl.arange(0, COLUMNS)
     inside = row.live[:, None] & (columns < end)[None, :]
     y1, _ = softcap(load_logits(row, columns, end, inside), p.logit_scale, p.softcap, OPTIONS.capped)
-    y2, _ = softcap(load_logits(other, columns, end, inside), q.logit_scale, q.softcap, TEACHER.capped)
+    y2, _ = softcap(load_logits(other, columns, end, inside), q.logit_scale, q.softcap, OPTIONS.teacher_capped)
     log_p, prob_p = probabilities(y1, policy)
     log_q, prob_q = probabilities(y2, teacher)
     prob_p, prob_q = tl.where(inside, prob_p, 0.0), tl.where(inside, prob_q, 0.0)
@@ -62,24 +54,21 @@ def add_columns(row, other, first, end, sums, sides, p, q, OPTIONS: tl.constexpr
     return total + tl.sum(term, 1).to(tl.float64), of_policy
 
 
-@triton.jit(do_not_specialize=["place", "temperature", "count", "tokens"])
-def divergence_kernel(logits, teacher, place, temperature, values, kept, count, tokens, p, q, OPTIONS: tl.constexpr):
-    TEACHER: tl.constexpr = OPTIONS.teacher
+@triton.jit(do_not_specialize=["ids", "place", "temperature", "count"])
+def divergence_kernel(
+    logits, ids, place, temperature, stats, teacher, found, count, p, q, OPTIONS: tl.constexpr
+):  # fmt: skip
     # The compiler trades registers for occupancy: with these blocks it spills at most one register.
     BLOCK: tl.constexpr = OPTIONS.block if OPTIONS.divergence == "jsd" else OPTIONS.block // 2
     ROWS: tl.constexpr = OPTIONS.rows
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = rows < count
-    token = tokens_of(rows, place, live)
-    T = tl.load(temperature + token, mask=live, other=1.0)
-    to_z1, _ = logit_scales(p, T, OPTIONS.capped)
-    to_z2, _ = logit_scales(q, T, TEACHER.capped)
-    row = Row(rows_of(logits, rows), logits.bias, live, None, logits.vocab)
-    other = Row(rows_of(teacher, rows), teacher.bias, live, None, teacher.vocab)
-    top, rest = split_lse(tl.load(values.lse + token, mask=live, other=0.0), to_z1)
-    found = row_sums(other, to_z2, q, TEACHER)
-    log_sum = tl.log(found.exps)
-    sides = Side(top, to_z1, rest), Side(found.top, to_z2, log_sum)
+    row = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    other = rows_of_program(teacher, ids, place, temperature, count, ROWS)
+    to_z1, _ = logit_scales(p, row.temperature, OPTIONS.capped)
+    to_z2, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
+    top, rest = split_lse(tl.load(stats.lse + row.token, mask=row.live, other=0.0), to_z1)
+    other_sums = row_sums(other, to_z2, q, OPTIONS.teacher_capped, OPTIONS)
+    log_sum = tl.log(other_sums.exps)
+    sides = Side(top, to_z1, rest), Side(other_sums.top, to_z2, log_sum)
     sums = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
     end = row.vocab
     if OPTIONS.ragged:
@@ -94,12 +83,9 @@ def divergence_kernel(logits, teacher, place, temperature, values, kept, count, 
         total = q.divergence_beta * total + (1.0 - q.divergence_beta) * offset
     elif OPTIONS.divergence == "reverse_kl":
         offset = total
-    tl.store(values.columns + TOKEN_DIVERGENCE * tokens + token, total.to(tl.float32), mask=live)
-    tl.store(kept.offset + token, offset.to(tl.float32), mask=live)
-    tl.store(kept.lse + token, found.top.to(tl.float64) * to_z2 + log_sum, mask=live)
-
-
-# --- launchers: those of rows.py, for chunks with and without a teacher ----------------------------------------------
+    tl.store(found.divergence + row.token, total.to(tl.float32), mask=row.live)
+    tl.store(found.offset + row.token, offset.to(tl.float32), mask=row.live)
+    tl.store(found.lse + row.token, other_sums.top.to(tl.float64) * to_z2 + log_sum, mask=row.live)
 
 
 def statistics(chunk: LogitChunk) -> None:
@@ -107,18 +93,7 @@ def statistics(chunk: LogitChunk) -> None:
     rows.statistics(chunk)
     if chunk.teacher is not None:
         grid, options = row_options(chunk)
-        logits, kept, _, numbers = teacher_of(chunk)
+        logits, found, _, numbers = teacher_of(chunk)
         divergence_kernel[grid](
-            logits_of(chunk), logits, place(chunk.rows), chunk.temperature, chunk.values, kept, len(chunk.logits),
-            len(chunk.ids), scalars(chunk.params), numbers, **options,
+            *read_by(chunk), chunk.stats, logits, found, len(chunk.logits), scalars(chunk.transform), numbers, **options
         )  # fmt: skip
-
-
-def single_pass(chunk: LogitChunk, table: Tensor, gradients: RowGradients | None = None) -> None:
-    if chunk.teacher is None:
-        rows.single_pass(chunk, table, gradients)
-        return
-    statistics(chunk)
-    token_objective(chunk.rows, table, chunk.values, chunk.params)
-    if gradients is not None:
-        rows.logits_gradient(chunk, chunk.values.g_logp, table[FIELD["weight_entropy"]], gradients)

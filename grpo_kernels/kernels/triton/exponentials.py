@@ -1,0 +1,221 @@
+"""Exponentials relative to the sampled id, and the unit that makes them d loss / d logits; here from rows of logits.
+
+    y and z as in rows.py        t_j = z_j - z_id        E_j = e^(t_j) dy/du_j
+    R = sum_(j != id) e^(t_j)        S = 1 + R        lse = z_id + log S        logp = -log1p(R)
+    entropy = log S - sum_j e^(t_j) t_j / S        unit = chain / S
+    E_id <- (1 - S) dy/du_id = -R dy/du_id         d loss / d u_j = -dlogp unit E_j for every j
+
+The sampled id as the reference is known before the row is: one read and one write of the row yield its statistics and
+its gradient, up to a number per row, and the gradients of hidden states and weights are plain products with E. logp
+and 1 - p keep their digits where p is near 1: R is summed without the sampled id. The caller guarantees that no
+gradient goes through the entropy. E may lie over the front of the logits' rows, as in rows.py.
+
+Rows whose R passes 2^80 (p below e^-55) are repaired: logits again, twice, from hidden states and weight, E relative to
+the row's maximum, unit = chain / S' and E_id - S' with the S' of that maximum. bfloat16 has the range of float32:
+exponents end at 2^100, far above what an unrepaired row holds, so nothing overflows. A program of repair returns at
+once for any other row: no host decides, none waits. A repaired row reads the whole weight twice through one
+multiprocessor, tens of milliseconds when nothing else runs; a row of NaN is not repaired.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..operations import HeadChunk, LogitChunk, Statistics, contiguous_rows
+from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
+from .matmul import Head, head_of
+from .rows import (
+    GROUP,
+    add_block,
+    load_logits,
+    load_sampled,
+    logit_scales,
+    no_sums,
+    place,
+    read_by,
+    row_options,
+    rows_of_program,
+    scalars,
+    tokens_of,
+)
+
+HIGHEST_EXPONENT: tl.constexpr = tl.constexpr(100.0)  # of 2; sums over a vocabulary stay below 2^128
+LARGEST_REST: tl.constexpr = tl.constexpr(2.0**80)  # a row beyond it is repaired
+
+REPAIR_COLUMNS, REPAIR_BLOCK, REPAIR_WARPS = 32, 256, 8
+
+
+class Out(NamedTuple):
+    """What is written of C rows; of their tokens the statistics."""
+
+    exps: Tensor  # E (C, V)
+    row_stride: int  # its; not as a Matrix: Triton 3.6 loses a number in a tuple inside a tuple if it is 1
+    stats: Statistics
+    unit: Tensor  # (C,) float32
+    overflowed: Tensor  # (C,) int8: whether repair_kernel has to write a row again
+
+    @classmethod
+    def of(cls, exps: Tensor, stats: Statistics) -> Out:
+        unit, overflowed = (torch.empty(len(exps), dtype=t, device=exps.device) for t in (torch.float32, torch.int8))
+        return cls(exps, exps.stride(0), stats, unit, overflowed)
+
+
+@triton.jit
+def add_exponentials(y, slope, y_id, to_exponent, is_id, sums):
+    """(E of y (ROWS, COLUMNS), the sums of 2^t and of 2^t t extended by all but the sampled id)."""
+    t = exponent(y, y_id[:, None], to_exponent[:, None])
+    t = tl.where(t > HIGHEST_EXPONENT, HIGHEST_EXPONENT, t)
+    e = tl.exp2(t)
+    others = tl.where(is_id, 0.0, e)
+    rest, moment = sums
+    return e * slope, (rest + tl.sum(others, 1).to(tl.float64), moment + tl.sum(others * t, 1).to(tl.float64))
+
+
+@triton.jit
+def finish(sums, y_id, slope_id, ids, known, live, rows, token, scales, out):
+    """Statistics, unit and E_id of rows; where the sum overflowed, repair_kernel writes them again."""
+    rest, moment = sums
+    to_z, chain = scales
+    # Where the sampled id's logit is NaN, so are the hidden states: there is nothing to repair.
+    lost = known & ~(rest <= LARGEST_REST) & (y_id == y_id)
+    tl.store(out.overflowed + rows, lost.to(tl.int8), mask=live)
+    log_sum = tl.where(known, log1p(rest), float("nan"))  # an id outside the vocabulary has no probability
+    entropy = (log_sum - LN2 * moment / (1.0 + rest)).to(tl.float32)
+    tl.store(out.stats.logp + token, (-log_sum).to(tl.float32), mask=live)
+    tl.store(out.stats.lse + token, y_id.to(tl.float64) * to_z + log_sum, mask=live)
+    tl.store(out.stats.entropy + token, entropy, mask=live)
+    tl.store(out.unit + rows, (chain / (1.0 + rest)).to(tl.float32), mask=live)
+    at_id = out.exps + rows.to(tl.int64) * out.row_stride + ids
+    tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(out.exps.dtype.element_ty), mask=known)
+
+
+# --- from logits ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def store_columns(
+    row, exps_at, first, end, y_id, to_exponent, sums, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """E of the columns from `first` to `end`, at most COLUMNS; the sums extended by them."""
+    columns = first + tl.arange(0, COLUMNS)
+    inside = row.live[:, None] & (columns < end)[None, :]
+    y, slope = softcap(load_logits(row, columns, end, inside), p.logit_scale, p.softcap, OPTIONS.capped)
+    y = tl.where(inside, y, -float("inf"))
+    e, sums = add_exponentials(y, slope, y_id, to_exponent, columns[None, :] == row.ids[:, None], sums)
+    if OPTIONS.overlap:  # over float32 logits that another thread may not have read yet
+        tl.debug_barrier()
+    tl.store(exps_at[:, None] + columns[None, :], e.to(exps_at.dtype.element_ty), mask=inside)
+    return sums
+
+
+@triton.jit(do_not_specialize=["ids", "place", "temperature", "count"])
+def rows_kernel(logits, ids, place, temperature, count, out, p, OPTIONS: tl.constexpr):
+    BLOCK: tl.constexpr = OPTIONS.block
+    ROWS: tl.constexpr = OPTIONS.rows
+    row = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    scales = logit_scales(p, row.temperature, OPTIONS.capped)
+    to_exponent = (scales[0] * INV_LN2).to(tl.float32)
+    y_id, slope_id = softcap(load_sampled(row, row.known), p.logit_scale, p.softcap, OPTIONS.capped)
+    exps_at = out.exps + row.at * out.row_stride
+    sums = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
+    tl.debug_barrier()  # every thread has read the sampled logit before any writes over it
+    end = row.vocab
+    if OPTIONS.ragged:
+        end = row.vocab // GROUP * GROUP
+    for first in range(0, end, BLOCK):
+        sums = store_columns(row, exps_at, first, end, y_id, to_exponent, sums, p, OPTIONS, BLOCK)
+    if OPTIONS.ragged:
+        for first in range(end, row.vocab, BLOCK // 2):
+            sums = store_columns(row, exps_at, first, row.vocab, y_id, to_exponent, sums, p, OPTIONS, BLOCK // 2)
+    tl.debug_barrier()  # the thread that wrote the sampled id's column need not be the one that writes E_id
+    finish(sums, y_id, slope_id, row.ids, row.known, row.live, row.at, row.token, scales, out)
+
+
+def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
+    """E of logits (C, V) into `out` (C, V) bfloat16, and the statistics; returns the unit (C,) float32."""
+    grid, options = row_options(chunk, out)
+    written = Out.of(out, chunk.stats)
+    rows_kernel[grid](*read_by(chunk), len(out), written, scalars(chunk.transform), **options)
+    hidden = contiguous_rows(head.hidden)
+    repair(hidden, head.weight, head_of(hidden, head), chunk.ids, place(chunk.rows), chunk.temperature, written)
+    return written.unit
+
+
+# --- repair ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_logits(h, weight, head, columns, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """(y, slope of the softcap) of one row of hidden states at these columns; y is -inf past the vocabulary's end."""
+    inside = columns < head.vocab
+    w = weight + tl.where(inside, columns, 0).to(tl.int64) * head.weight_row_stride
+    sums = tl.zeros((columns.shape[0], BLOCK), tl.float32)
+    for first in range(0, head.width, BLOCK):
+        inner = first + tl.arange(0, BLOCK)
+        left = (inner < head.width)[None, :]
+        h_block = tl.load(h[:, None] + inner[None, :], mask=left, other=0.0).to(tl.float32)
+        sums += h_block * tl.load(w[:, None] + inner[None, :], mask=left, other=0.0).to(tl.float32)
+    u = tl.sum(sums, 1)
+    if head.bias is not None:
+        u += tl.load(head.bias + columns, mask=inside, other=0.0).to(tl.float32)
+    y, slope = softcap(u, head.logit_scale, head.softcap, CAPPED)
+    return tl.where(inside, y, -float("inf")), slope
+
+
+@triton.jit(do_not_specialize=["ids", "place", "temperature"])
+def repair_kernel(
+    hidden, weight, head, ids, place, temperature, out, CAPPED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One row, again, if its sum overflowed: as in rows.py relative to the maximum, from logits computed twice."""
+    if tl.load(out.overflowed + tl.program_id(0)) == 0:
+        return
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    h = hidden + rows * head.hidden_row_stride
+    token = tokens_of(rows, place, rows >= 0)
+    id_ = tl.load(ids + token)
+    to_z, chain = logit_scales(head, tl.load(temperature + token), CAPPED)
+    to_exponent = (to_z * INV_LN2).to(tl.float32)
+
+    sums = no_sums(1)
+    y_id = tl.zeros((1,), tl.float32)
+    slope_id = tl.zeros((1,), tl.float32)
+    for first in range(0, head.vocab, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        y, slope = row_logits(h, weight, head, columns, CAPPED, BLOCK)
+        sums = add_block(y[None, :], sums, to_exponent)
+        own = columns == id_
+        y_id += tl.sum(tl.where(own, y, 0.0), 0)
+        slope_id += tl.sum(tl.where(own, slope, 0.0), 0)
+    top, total, moment = sums
+    log_sum = tl.log(total)
+    logp = ((y_id - top).to(tl.float64) * to_z - log_sum).to(tl.float32)
+    tl.store(out.stats.logp + token, logp)
+    tl.store(out.stats.lse + token, top.to(tl.float64) * to_z + log_sum)
+    tl.store(out.stats.entropy + token, (log_sum - LN2 * (moment / total)).to(tl.float32))
+    tl.store(out.unit + rows, (chain / total).to(tl.float32))
+
+    # E_id - S' without the cancellation
+    e_id = total.to(tl.float32) * expm1(logp) * slope_id
+    reference = tl.where(top == -float("inf"), 0.0, top)
+    for first in range(0, head.vocab, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        y, slope = row_logits(h, weight, head, columns, CAPPED, BLOCK)
+        e = tl.exp2(exponent(y, reference, to_exponent)) * slope
+        e = tl.where(columns == id_, e_id, e)
+        at = out.exps + rows * out.row_stride + columns
+        tl.store(at, e.to(out.exps.dtype.element_ty), mask=columns < head.vocab)
+
+
+def repair(
+    hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, place: int | Tensor, temperature: Tensor, out: Out
+) -> None:
+    """Writes rows that overflowed again. `ids` and `temperature` have a row's at the place that `place` says."""
+    repair_kernel[(len(hidden),)](
+        hidden, weight, head, ids, place, temperature, out, CAPPED=head.softcap != 0.0, COLUMNS=REPAIR_COLUMNS,
+        BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS,
+    )  # fmt: skip
