@@ -1,14 +1,13 @@
-"""What both gates hold compiled kernels to: the numbers of a committed file, one line per kernel."""
+"""What both gates read in the machine code of compiled kernels, and how they print it."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Name = tuple[str, str]  # kernel, target
 
@@ -66,52 +65,6 @@ def disassemble(cubin: Path) -> tuple[str, str]:
     commands = [tool("cuobjdump"), "-res-usage", str(cubin)], [tool("nvdisasm"), "-ndf", "-c", str(cubin)]
     usage, code = (subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands)
     return usage, code
-
-
-def complaints(found: Kernels, budget: Mapping[str, Any], targets: Collection[str]) -> list[str]:
-    """What is worse than in the budget, {kernel: {target: numbers}}, and what only one of both has; one line each."""
-    lines = []
-    for (name, target), kernel in found.items():
-        where, allowed = f"{name} on {target}", budget.get(name, {}).get(target)
-        if allowed is None:
-            lines.append(f"{where}: not in the budget; --write adds it")
-            continue
-        for what in ("registers", "spills", "shared"):
-            if getattr(kernel, what) > allowed[what]:
-                lines.append(f"{where}: {what} {getattr(kernel, what)}, budget {allowed[what]}")
-        for kind in allowed["instructions"]:
-            if not kernel.instructions.get(kind):
-                lines.append(f"{where}: no {kind}, which the budget names")
-    for name, entries in budget.items():
-        for target in entries:
-            if target in targets and (name, target) not in found:
-                lines.append(f"the budget has {name} on {target}, which is not compiled; --write drops it")
-    return lines
-
-
-def new_budget(found: Kernels, old: Mapping[str, Any], targets: Collection[str]) -> dict[str, Any]:
-    """The numbers found; those of targets that were not compiled stay as they are."""
-    budget: dict[str, Any] = {}
-    for (name, target), kernel in found.items():
-        others = {other: entry for other, entry in old.get(name, {}).items() if other not in targets}
-        entry = dict(zip(kernel._fields[:3], kernel[:3], strict=True), instructions=sorted(kernel.instructions))
-        budget.setdefault(name, others)[target] = entry
-    return budget
-
-
-def hold(found: Kernels, file: Path, compiler: str, targets: Collection[str], write: bool) -> list[str]:
-    """The complaints about kernels of these targets; write: what was found becomes the budget."""
-    written = json.loads(file.read_text()) if file.exists() else {"compiler": compiler, "kernels": {}}
-    budget = written["kernels"]
-    if write:
-        budget = new_budget(found, budget, targets)
-        lines = [f"{json.dumps(name)}: {json.dumps(entries)}" for name, entries in budget.items()]
-        text = ",\n".join(lines)
-        file.write_text(f'{{"compiler": {json.dumps(compiler)}, "kernels": {{\n{text}\n}}}}\n')
-        print(f"{file} written")
-    elif written["compiler"] != compiler:
-        print(f"The budget is that of {written['compiler']}, this is {compiler}", file=sys.stderr)
-    return complaints(found, budget, targets)
 
 
 def verdict(problems: Iterable[str]) -> int:

@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel for GPUs that are not here, and holds what the compilers made of them to a budget.
+"""Compiles every Triton kernel for GPUs that are not here.
 
     python tests/compile_gate.py                    check, as `make compile-gate` and CI do
     python tests/compile_gate.py --targets sm_90    one target
+    python tests/compile_gate.py --cases exponent   the cases with this in their name
     python tests/compile_gate.py --all              every case for sm_89 and sm_120 too, which takes minutes
-    python tests/compile_gate.py --write            what was found becomes the budget
     python tests/compile_gate.py --triton 3.9.0     another Triton than the one that is installed
     python tests/compile_gate.py --keys             how often kernels would compile as the number of rows changes
 
@@ -11,16 +11,12 @@ A case of compile_cases.py calls a launcher of the package. A stub stands in for
 returns: signature, alignment, constants and options are those of a real call, the launch configuration is the target's
 row of launch.json. Held, per kernel and target:
 
-    at most one spilled register in a kernel without a matrix product, tensor cores in one with
+    it compiles; a matrix product uses tensor cores
     no more shared memory than a block of the GPU has
-    registers, spills and shared memory at most those of the budget
-    no kind of instruction lost that the budget names
     every kernel of the package launched by some case
 
-Each minor version of Triton has a budget of its own in compile_budget/.
-
-sm_89 and sm_120, GPUs of one generation with those of 8.6 and 12.x, have no budget: their code is much like that of
-sm_80, but their shared memory is smaller. The cases whose tiles come from launch.json are compiled for them.
+sm_89 and sm_120, GPUs of one generation with those of 8.6 and 12.x, have code much like that of sm_80, but their shared
+memory is smaller: the cases whose tiles come from launch.json are compiled for them.
 gfx942 is compiled and printed, and may fail.
 """
 
@@ -48,8 +44,6 @@ import budget
 from budget import Found, Kernels, Name
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGETS = ROOT / "tests" / "compile_budget"
-MOST_SPILLS = 2  # a store and a load: what ptxas trades for more warps per multiprocessor
 
 
 class Target(NamedTuple):
@@ -62,19 +56,19 @@ class Target(NamedTuple):
     launch: str
     tensor_cores: str
     shared: int
-    budgeted: bool = True
+    tiles_only: bool = False
     may_fail: bool = False
 
 
 TARGETS = {
     "sm_80": Target("cuda", 80, 32, "sm80", "HMMA", 163),
-    "sm_89": Target("cuda", 89, 32, "sm86", "HMMA", 99, budgeted=False),
+    "sm_89": Target("cuda", 89, 32, "sm86", "HMMA", 99, tiles_only=True),
     "sm_90": Target("cuda", 90, 32, "sm90", "HGMMA", 227),
     "sm_100": Target("cuda", 100, 32, "sm100", "UTCMMA", 227),
-    "sm_120": Target("cuda", 120, 32, "sm86", "HMMA", 99, budgeted=False),
-    "gfx942": Target("hip", "gfx942", 64, "gfx9", "MFMA", 64, budgeted=False, may_fail=True),
+    "sm_120": Target("cuda", 120, 32, "sm86", "HMMA", 99, tiles_only=True),
+    "gfx942": Target("hip", "gfx942", 64, "gfx9", "MFMA", 64, may_fail=True),
 }
-TILES = ("linear_logp", "anchored")  # how the cases begin whose tiles launch.json has for each GPU
+TILES = ("fused_logp", "fused_exponentials")  # how the cases begin whose tiles launch.json has for each GPU
 
 KINDS = ("HMMA", "HGMMA", "UTCMMA", "MFMA", "UTMALDG", "LDGSTS", "LDG.128", "STG.128")  # of instructions
 
@@ -150,7 +144,7 @@ def examine(kernel: Any, target: Target) -> Found:
 
 
 def is_due(case: str, target: str, everything: bool) -> bool:
-    return everything or TARGETS[target].budgeted or TARGETS[target].may_fail or case.startswith(TILES)
+    return everything or not TARGETS[target].tiles_only or case.startswith(TILES)
 
 
 def compile_all(jobs: list[tuple[str, str]]) -> Iterator[tuple[str, str, dict[str, Found] | str]]:
@@ -219,13 +213,8 @@ def print_keys(target: str) -> None:
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def budget_file(version: str) -> Path:
-    """Of this version of Triton."""
-    return BUDGETS / f"triton-{'.'.join(version.split('.')[:2])}.json"
-
-
 def complaints(found: Kernels) -> list[str]:
-    """What is wrong with kernels whatever the budget says, one line each."""
+    """What is wrong with kernels, one line each."""
     lines = []
     for (name, target), kernel in found.items():
         cores, room = TARGETS[target].tensor_cores, TARGETS[target].shared * 1024
@@ -233,8 +222,6 @@ def complaints(found: Kernels) -> list[str]:
             lines.append(f"{name} on {target}: shared {kernel.shared}, a block has {room}")
         if kernel.multiplies and not kernel.instructions.get(cores):
             lines.append(f"{name} on {target}: no {cores}, its matrix product does without tensor cores")
-        if not kernel.multiplies and kernel.spills > MOST_SPILLS:
-            lines.append(f"{name} on {target}: {kernel.spills} spills; {MOST_SPILLS} are the most without a product")
     return lines
 
 
@@ -249,9 +236,9 @@ def uncovered(kernels: Iterable[str], found: Iterable[Name]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compile the Triton kernels offline and check them against a budget.")
-    parser.add_argument("--write", action="store_true", help=f"rewrite the file in {BUDGETS.name}/ from what was found")
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels offline.")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
+    parser.add_argument("--cases", default="", metavar="PART", help="only cases with this in their name")
     parser.add_argument("--triton", metavar="VERSION", help="install it into a folder of its own for this call")
     parser.add_argument("--all", action="store_true", help="every case for every target")
     parser.add_argument("--keys", action="store_true", help="only print how often kernels compile as rows change")
@@ -264,36 +251,31 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="compile-gate-") as folder:
         if arguments.triton is not None:
-            return gate_with(arguments.triton, folder, arguments.targets, arguments.write, arguments.all)
-        # Every kernel is compiled anew, and a table tuned on this machine is not looked at. Workers inherit both.
-        os.environ["TRITON_CACHE_DIR"] = os.environ["GRPO_KERNELS_CACHE"] = folder
-        return gate(arguments.targets, arguments.write, arguments.all)
+            return gate_with(arguments.triton, folder, argv or sys.argv[1:])
+        os.environ["TRITON_CACHE_DIR"] = folder  # every kernel is compiled anew; workers inherit this
+        return gate(arguments.targets, arguments.cases, arguments.all)
 
 
-def gate_with(version: str, folder: str, targets: list[str], write: bool, everything: bool) -> int:
-    """`gate` in a process that finds this version of Triton in the folder."""
+def gate_with(version: str, folder: str, arguments: list[str]) -> int:
+    """`main` in a process that finds this version of Triton in the folder."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}"]
     subprocess.run(install, check=True)
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty entry would be the current directory
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, __file__, "--targets", *targets, *["--write"] * write, *["--all"] * everything]
-    return subprocess.run(command, env=environment, check=False).returncode
+    at = next(i for i, x in enumerate(arguments) if x.startswith("--triton"))
+    rest = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
+    return subprocess.run([sys.executable, __file__, *rest], env=environment, check=False).returncode
 
 
-def gate(targets: list[str], write: bool, everything: bool) -> int:
-    import triton
+def gate(targets: list[str], part: str, everything: bool) -> int:
     from compile_cases import CASES
 
-    file = budget_file(triton.__version__)
-    has_budget = write or file.exists()
-    if not has_budget:
-        known = ", ".join(sorted(path.stem for path in BUDGETS.glob("*.json")))
-        print(f"Triton {triton.__version__} has no budget, there are {known}: every kernel has to compile, no more")
     start = time.perf_counter()
     found: dict[Name, Found] = {}
     problems = []
     print(budget.row("target", "regs", "spills", "shared", "kernel", "instructions"))
-    jobs = [(case, target) for case in CASES for target in targets if is_due(case, target, everything)]
+    cases = [case for case in CASES if part in case]
+    jobs = [(case, target) for case in cases for target in targets if is_due(case, target, everything)]
     for case, target, result in compile_all(jobs):
         if isinstance(result, str):
             print(budget.row(target, "-", "-", "-", case, result))
@@ -307,11 +289,7 @@ def gate(targets: list[str], write: bool, everything: bool) -> int:
 
     if {case for case, _ in jobs} == {*CASES}:
         problems += uncovered(package_kernels(), found)
-    if not has_budget:
-        return budget.verdict(problems)
     problems += complaints({name: kernel for name, kernel in found.items() if not TARGETS[name[1]].may_fail})
-    held = {name: kernel for name, kernel in found.items() if TARGETS[name[1]].budgeted}
-    problems += budget.hold(held, file, f"Triton {triton.__version__}", targets, write)
     return budget.verdict(problems)
 
 
