@@ -52,11 +52,11 @@ def unavailable_reason(device: torch.device) -> str:
 
 
 def paying_here(hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-    """Returns the products that serve this lm_head (V, H) and pay on its GPU."""
+    """Returns which fused products, "logp" and "exponentials", serve this lm_head (V, H) and pay on its GPU."""
     if weight.dtype.itemsize != 2 or weight.stride(-1) != 1:  # float32 products are the vendor's
         return ()
     is_bfloat16 = weight.dtype == torch.bfloat16  # float16 cannot hold e^(z - z_id)
-    return tuple(x for x in paying_products(weight.device) if x == "fused_logp" or is_bfloat16)
+    return tuple(x for x in paying_products(weight.device) if x == "logp" or is_bfloat16)
 
 
 def load() -> Backend:
