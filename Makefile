@@ -102,7 +102,7 @@ test-vllm: $(VENV)/.built $(VLLM)/.installed ## the trainer with vLLM's engine f
 sanitize: $(VENV)/.built ## the CUDA kernels under compute-sanitizer, on a GPU
 	$(BIN)/python tests/sanitize.py $(ARGS)
 
-compile-gate: $(VENV)/.built ## the Triton kernels, compiled for GPUs that need not be here, against a budget
+compile-gate: $(VENV)/.built ## the Triton kernels, compiled for GPUs that need not be here
 	$(BIN)/python tests/compile_gate.py $(ARGS)
 
 # A failed build is an error here; elsewhere it is one line, and the other backends serve.
