@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.config import GRPOConfig
 from grpo_kernels.kernels.operations import (
     HeadChunk,
     KeptIds,
@@ -32,6 +33,8 @@ from grpo_kernels.kernels.operations import (
 )
 from grpo_kernels.kernels.triton.backend import load
 from grpo_kernels.names import DIVERGENCES
+from grpo_kernels.objective.sequences import Sequences
+from grpo_kernels.objective.tokens import Rules, Tokens
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
@@ -125,6 +128,23 @@ def fused_exponentials(read: HeadChunk) -> object:
     return BACKEND.fused_exponentials(read, torch.empty(len(read.hidden), len(read.weight), dtype=HALF))
 
 
+def objective(rows: int, *, indexed: bool = False, whole: bool = False, bare: bool = False, **options: Any) -> object:
+    """Half the tokens; `whole`: all, of as many sequences and groups as tokens. `bare`: without what is optional."""
+    count = 2 * rows
+    scored, offsets = vector(count, torch.bool), vector(count + 1, INDEX)
+    ids, advantage, direct, via_ratio, logp, entropy, dlogp = (vector(count) for _ in range(7))
+    names = ("old", "ref", "rollout", "rollout_weight", "surrogate_scale")
+    tokens = Tokens(
+        GRPOConfig(**options), Rules(not bare, not bare, False, False, False), Sequences(offsets, None, count), offsets,
+        ids, None if bare else scored, None, ids, advantage, direct, via_ratio, ids,
+        **({} if bare else {name: vector(count) for name in names}),
+    )  # fmt: skip
+    if whole:
+        return BACKEND.objective(tokens, logp, entropy, dlogp, None, vector(count, INDEX), count)
+    chosen = Rows(0, rows, vector(rows, INDEX)) if indexed else Rows(rows, count)
+    return BACKEND.objective(tokens, logp, entropy, dlogp, chosen)
+
+
 def scale(rows: int, dtype: torch.dtype, width: int = WIDTH) -> object:
     return BACKEND.scale(torch.empty(rows, width, dtype=dtype), torch.empty(()))
 
@@ -194,6 +214,14 @@ CASES = {
     "fused_exponentials, bf16, odd V": Case(
         lambda n: fused_exponentials(head(n, vocab=ODD_VOCAB)), "exponential_kernel"
     ),
+    "objective": Case(lambda n: objective(n, beta=0.1)),
+    "objective, index, CISPO, k2": Case(
+        lambda n: objective(n, indexed=True, surrogate="cispo", beta=0.1, kl_estimator="k2")
+    ),
+    "objective, sums": Case(lambda n: objective(n, whole=True, beta=0.1)),
+    "objective, sums, SAPO, bare": Case(lambda n: objective(n, whole=True, bare=True, surrogate="sapo")),
+    "objective, sums, one row": Case(lambda n: objective(n, whole=True, beta=0.1), rows=1),
+    "objective, one row": Case(lambda n: objective(n, beta=0.1), rows=1),
     "scale, fp32": Case(lambda n: scale(n, SINGLE)),
     "scale, bf16": Case(lambda n: scale(n, HALF)),
     "kept ids, bf16": Case(lambda n: kept(n, HALF)),

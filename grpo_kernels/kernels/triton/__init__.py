@@ -4,6 +4,7 @@ rows.py             rows of logits: statistics and gradient
 divergence.py       log-probabilities beside a teacher's, and the derivative of their divergence
 teacher.py          rows of logits beside a teacher's: the divergence
 exponentials.py     rows of logits to exponentials relative to the sampled id: both in one read and one write
+objective.py        the loss of single tokens, its gradient by their log-probabilities, and sums for metrics
 sparse.py           the gradient of rows of logits as few pairs of an id and a number
 matmul.py           tiles of a product in registers
 fused_products.py   hidden states to log-probabilities, or to exponentials, without logits

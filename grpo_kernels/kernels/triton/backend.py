@@ -13,7 +13,7 @@ from torch import Tensor
 from ..launch import architecture, paying_products, shipped_table
 from ..operations import Backend
 from ..torch.backend import TORCH
-from . import exponentials, fused_products, kept, rows, scale, sparse, teacher
+from . import exponentials, fused_products, kept, objective, rows, scale, sparse, teacher
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -75,6 +75,7 @@ def load() -> Backend:
         exponentials=on_device(exponentials.exponentials),
         fused_exponentials=on_device(fused_products.fused_exponentials),
         fused_logp=on_device(fused_products.fused_logp),
+        objective=on_device(objective.objective),
         fused_products=paying_here,
         unavailable_reason=unavailable_reason,
     )

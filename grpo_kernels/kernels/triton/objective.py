@@ -1,0 +1,321 @@
+"""The loss of single tokens in one launch: objective/loss.py in closed form for clip, CISPO's family, SAPO, reinforce.
+
+    value = surrogate_scale * surrogate(x, logp, A) + beta * KL(ref, logp)          x = logp - old, r = exp(clamp(x))
+    d loss / d logp = dloss_via_ratio * d value / d x + dloss_direct * d value / d logp
+
+token_kernel: d loss / d logp of a chunk's tokens, by their places. sequence_kernel: of all tokens, and the sums of
+metrics.COLUMNS per sequence; group_kernel: those of groups and of the batch. A program owns a few sequences and walks
+them in blocks; sums are float64, in index order: two calls have the same bits.
+
+Which surrogate and estimator, and which inputs are there, is compiled in; numbers of the configuration are not. A
+factor of 0 selects 0: what it would multiply may be infinite. NaN logits stay NaN, whatever drops their token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...names import EXPONENT_LIMIT
+from ..launch import token_launch
+from ..objective_rules import CLIPPING, numbers_of
+from ..operations import Rows
+from .maths import expm1
+from .rows import place, tokens_of
+
+if TYPE_CHECKING:
+    from ...objective.tokens import Tokens
+
+MAX_EXPONENT: tl.constexpr = tl.constexpr(EXPONENT_LIMIT)
+
+# Sums over the scored tokens of a sequence, in the order of objective.metrics.COLUMNS.
+COLUMNS = 15
+COLUMN_WIDTH: tl.constexpr = tl.constexpr(16)
+COLUMN_COUNT: tl.constexpr = tl.constexpr(COLUMNS)
+
+
+class Variant(NamedTuple):
+    """What is compiled in."""
+
+    surrogate: str
+    kl: str
+    clips: bool  # there are metrics of a clip range
+
+
+class Token(NamedTuple):
+    """What is known of tokens, (BLOCK,) each."""
+
+    x: Any  # raw log-ratio
+    ratio: Any
+    value: Any
+    kl: Any
+    share: Any  # in the loss
+    dlogp: Any
+    A: Any
+
+
+@triton.jit
+def clamp(x, low, high):
+    """x within [low, high]; NaN stays."""
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton.jit
+def clip(p, r, clamped, A):
+    """(value, d value / d x)."""
+    low, high = 1.0 - p.epsilon_low, 1.0 + p.epsilon_high
+    first, second = -A * tl.where(r > p.delta, p.delta, r), -A * clamp(r, low, high)
+    takes_second = first < second
+    moves = tl.where(takes_second, (r >= low) & (r <= high), ~(r > p.delta))
+    value = tl.where(takes_second, second, first)
+    bound = tl.where(A < 0.0, -A * p.dual_clip, float("inf"))
+    still = clamped | ~moves | (value > bound)
+    return tl.where(value > bound, bound, value), tl.where(still, 0.0, -A * r)
+
+
+@triton.jit
+def weighted_logp(p, r, logp, A, SURROGATE: tl.constexpr):
+    """(value, d value / d logp): the ratio within its bounds is a constant weight."""
+    if SURROGATE == "reinforce":
+        slope = tl.where(logp != logp, logp, -A)
+    elif SURROGATE == "cispo":
+        slope = -A * tl.where(r > p.epsilon_high, p.epsilon_high, r)
+    else:
+        low, high = 1.0 - p.epsilon_low, 1.0 + p.epsilon_high
+        slope = -A * clamp(r, low, high)
+    value = slope * logp
+    if SURROGATE == "cispo_mask":
+        drop = (r <= low) | (r >= high)
+        slope, value = tl.where(drop, 0.0, slope), tl.where(drop, 0.0, value)
+    if SURROGATE == "cispo_unified":
+        drop = ((A > 0.0) & (r > high)) | ((A < 0.0) & (r < low))
+        slope, value = tl.where(drop, 0.0, slope), tl.where(drop, 0.0, value)
+    return value, slope
+
+
+@triton.jit
+def sapo(p, r, clamped, A):
+    """(value, d value / d x); the gate and its complement each without cancellation."""
+    tau = tl.where(A > 0.0, p.sapo_temperature_pos, p.sapo_temperature_neg)
+    at = tau * (r - 1.0)
+    decay = tl.exp(-tl.abs(at))
+    far, near = decay / (1.0 + decay), 1.0 / (1.0 + decay)
+    gate = tl.where(at < 0.0, far, near)
+    return -(4.0 / tau) * gate * A, tl.where(clamped, 0.0, -4.0 * (far * near) * A * r)
+
+
+@triton.jit
+def kl_estimate(p, logp, ref, KL: tl.constexpr):
+    """(estimate under its clamps, d estimate / d logp)."""
+    raw = ref - logp
+    upper = p.kl_delta_clamp
+    if KL == "k3":
+        upper = tl.where(upper > MAX_EXPONENT, MAX_EXPONENT, upper)
+    d = clamp(raw, -p.kl_delta_clamp, upper)
+    if KL == "k1":
+        free, slope = -d, tl.full(d.shape, 1.0, d.dtype)
+    elif KL == "k2":
+        free, slope = 0.5 * d * d, -d
+    else:
+        growth = expm1(d)
+        free, slope = growth - d, -growth
+    value = clamp(free, -p.kl_clamp, p.kl_clamp)
+    still = (raw < -p.kl_delta_clamp) | (raw > upper) | (value != free) & (free == free)
+    return value, tl.where(still, 0.0, slope)
+
+
+@triton.jit
+def weighted(weight, x):
+    """A weight of 0 selects 0, whatever x is."""
+    return tl.where(weight != 0.0, weight * x, 0.0)
+
+
+@triton.jit
+def evaluate(at, live, logp, advantage, direct, via_ratio, old, ref, scale, p, VARIANT: tl.constexpr):
+    SURROGATE: tl.constexpr = VARIANT.surrogate
+    A = tl.load(advantage + at, mask=live, other=0.0)
+    x = logp - logp
+    if old is not None:
+        x = logp - tl.load(old + at, mask=live, other=0.0)
+    bound = tl.where(p.log_ratio_clamp < MAX_EXPONENT, p.log_ratio_clamp, MAX_EXPONENT)
+    exponent = clamp(x, -p.log_ratio_clamp, bound)
+    r, clamped = tl.exp(exponent), (x < -p.log_ratio_clamp) | (x > bound)
+    d_ratio, d_direct = tl.zeros_like(A), tl.zeros_like(A)
+    if SURROGATE == "clip":
+        value, d_ratio = clip(p, r, clamped, A)
+    elif SURROGATE == "sapo":
+        value, d_ratio = sapo(p, r, clamped, A)
+    else:
+        value, d_direct = weighted_logp(p, r, logp, A, SURROGATE)
+    if scale is not None:
+        factor = tl.load(scale + at, mask=live, other=0.0)
+        drop = (factor == 0.0) & (x == x)
+        value, d_ratio = tl.where(drop, 0.0, factor * value), tl.where(drop, 0.0, factor * d_ratio)
+        d_direct = tl.where(drop, 0.0, factor * d_direct)
+    kl = tl.zeros_like(A)
+    if VARIANT.kl != "none":
+        kl, d_kl = kl_estimate(p, logp, tl.load(ref + at, mask=live, other=0.0), VARIANT.kl)
+        penalised = p.beta != 0.0
+        value += tl.where(penalised, p.beta * kl, 0.0)
+        d_direct += tl.where(penalised, p.beta * d_kl, 0.0)
+    weight = tl.load(direct + at, mask=live, other=0.0)
+    dlogp = weighted(tl.load(via_ratio + at, mask=live, other=0.0), d_ratio) + weighted(weight, d_direct)
+    return Token(x, r, value, kl, weighted(weight, value), dlogp, A)
+
+
+_PER_TOKEN = ["logp", "dlogp", "advantage", "direct", "via_ratio", "old", "ref", "scale"]
+
+
+@triton.jit(do_not_specialize=["place", "count", *_PER_TOKEN])
+def token_kernel(
+    place, count, logp, dlogp, advantage, direct, via_ratio, old, ref, scale, p, VARIANT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = rows < count
+    at = tokens_of(rows, place, live)
+    known = tl.load(logp + at, mask=live, other=0.0)
+    token = evaluate(at, live, known, advantage, direct, via_ratio, old, ref, scale, p, VARIANT)
+    tl.store(dlogp + at, token.dlogp, mask=live)
+
+
+@triton.jit
+def add_column(sums, column: tl.constexpr, values):
+    """sums (SEQUENCES, COLUMN_WIDTH) float64 with the row sums of values (SEQUENCES, BLOCK) added in one column."""
+    here = tl.arange(0, COLUMN_WIDTH)[None, :] == column
+    return sums + tl.where(here, tl.sum(values.to(tl.float64), 1)[:, None], 0.0)
+
+
+@triton.jit(do_not_specialize=["offsets", "count", "scored", "entropy", "rollout", "rollout_weight", *_PER_TOKEN])
+def sequence_kernel(
+    offsets, count, scored, entropy, rollout, rollout_weight, exact, extrema, numbers, logp, dlogp, advantage, direct,
+    via_ratio, old, ref, scale, p, VARIANT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per sequence a row of COLUMNS in float64 and in float32; the least and largest ratio, the largest mismatch."""
+    sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
+    live = sequence < count
+    start = tl.load(offsets + sequence, mask=live, other=0)
+    stop = tl.load(offsets + sequence + 1, mask=live, other=0)
+    sums = tl.zeros((SEQUENCES, COLUMN_WIDTH), tl.float64)
+    low = tl.full((SEQUENCES,), float("inf"), tl.float32)
+    high, drift = -low, -low
+    for first in range(0, tl.max(stop - start, 0), BLOCK):
+        at = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
+        inside = at < stop[:, None]
+        known = tl.load(logp + at, mask=inside, other=0.0)
+        token = evaluate(at, inside, known, advantage, direct, via_ratio, old, ref, scale, p, VARIANT)
+        tl.store(dlogp + at, token.dlogp, mask=inside)
+
+        on = inside
+        if scored is not None:
+            on = inside & (tl.load(scored + at, mask=inside, other=0) != 0)
+        sums = add_column(sums, 0, tl.where(on, token.share, 0.0))
+        sums = add_column(sums, 1, on)
+        sums = add_column(sums, 2, tl.where(on, token.kl, 0.0))
+        sums = add_column(sums, 3, tl.where(on, tl.load(entropy + at, mask=on, other=0.0), 0.0))
+        sums = add_column(sums, 4, tl.where(on, token.ratio, 0.0))
+        bounded = tl.where(token.ratio > p.delta, p.delta, token.ratio)
+        if VARIANT.clips:
+            sums = add_column(sums, 5, on & (bounded < 1.0 - p.epsilon_low) & (token.A < 0.0))
+            sums = add_column(sums, 6, on & (bounded > 1.0 + p.epsilon_high) & (token.A > 0.0))
+        if VARIANT.surrogate == "cispo":
+            sums = add_column(sums, 7, on & (bounded > p.epsilon_high) & (token.A > 0.0))
+        sums = add_column(sums, 8, tl.where(on, -token.x, 0.0))
+        if rollout is not None:
+            sampled = tl.load(rollout + at, mask=on, other=float("nan"))
+            has_rollout = on & (sampled == sampled)
+            mismatch = tl.abs(known - token.x - sampled)
+            sums = add_column(sums, 9, tl.where(has_rollout, mismatch, 0.0))
+            sums = add_column(sums, 10, has_rollout)
+            most = tl.max(tl.where(has_rollout, mismatch, -float("inf")), 1)
+            drift = tl.where(most > drift, most, drift)
+        weight = on.to(tl.float32)
+        if rollout_weight is not None:
+            weight = tl.load(rollout_weight + at, mask=on, other=0.0)
+        sums = add_column(sums, 11, weight)
+        sums = add_column(sums, 12, weight.to(tl.float64) * weight)
+        sums = add_column(sums, 13, on & (token.dlogp == 0.0))
+        least, most = tl.where(on, token.ratio, float("inf")), tl.where(on, token.ratio, -float("inf"))
+        low, high = tl.minimum(low, tl.min(least, 1)), tl.maximum(high, tl.max(most, 1))
+    column = tl.arange(0, COLUMN_WIDTH)
+    wanted = live[:, None] & (column < COLUMN_COUNT)[None, :]
+    place_of = sequence[:, None] * COLUMN_COUNT + column[None, :]
+    tl.store(exact + place_of, sums, mask=wanted)
+    tl.store(numbers + place_of, sums.to(tl.float32), mask=wanted)
+    tl.store(extrema + 3 * sequence, low, mask=live)
+    tl.store(extrema + 3 * sequence + 1, high, mask=live)
+    tl.store(extrema + 3 * sequence + 2, drift, mask=live)
+
+
+@triton.jit(do_not_specialize=["group_index", "count", "num_groups"])
+def group_kernel(exact, extrema, group_index, numbers, count, num_groups, BLOCK: tl.constexpr):
+    """Programs 0 .. num_groups - 1 add up the sequences of their group, the last one adds up all."""
+    group = tl.program_id(0)
+    everything = group == num_groups
+    column = tl.arange(0, COLUMN_WIDTH)
+    wanted = column < COLUMN_COUNT
+    acc = tl.zeros((COLUMN_WIDTH,), tl.float64)
+    low, high, drift = float("inf"), -float("inf"), -float("inf")
+    for first in range(0, count, BLOCK):
+        sequence = first + tl.arange(0, BLOCK).to(tl.int64)
+        mine = sequence < count
+        if group_index is not None:
+            mine = mine & (everything | (tl.load(group_index + sequence, mask=mine, other=-1) == group))
+        rows = exact + sequence[:, None] * COLUMN_COUNT + column[None, :]
+        acc += tl.sum(tl.load(rows, mask=mine[:, None] & wanted[None, :], other=0.0), 0)
+        low = tl.minimum(low, tl.min(tl.load(extrema + 3 * sequence, mask=mine, other=float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.load(extrema + 3 * sequence + 1, mask=mine, other=-float("inf")), 0))
+        drift = tl.maximum(drift, tl.max(tl.load(extrema + 3 * sequence + 2, mask=mine, other=-float("inf")), 0))
+    # Behind the rows of the sequences: those of the groups, then that of all, then the extrema.
+    row = numbers + (count + group).to(tl.int64) * COLUMN_COUNT
+    tl.store(row + column, acc.to(tl.float32), mask=wanted)
+    if everything:
+        tl.store(row + COLUMN_COUNT, low)
+        tl.store(row + COLUMN_COUNT + 1, high)
+        tl.store(row + COLUMN_COUNT + 2, drift)
+
+
+# --- launchers ------------------------------------------------------------------------------------------------------
+
+
+def objective(
+    tokens: Tokens,
+    logp: Tensor,
+    entropy: Tensor,
+    dlogp: Tensor,
+    rows: Rows | None,
+    group_index: Tensor | None = None,
+    num_groups: int = 0,
+) -> Tensor | None:
+    """Writes d loss / d logp (N,) of these tokens. Without rows of all tokens; then it returns the sums of
+    objective.metrics.Sums in one row."""
+    launch, c = token_launch(logp.device), tokens.config
+    compiled = Variant(c.surrogate, "none" if tokens.ref is None else c.kl_estimator, c.surrogate in CLIPPING)
+    given = (
+        logp, dlogp, tokens.advantage, tokens.dloss_direct, tokens.dloss_via_ratio, tokens.old, tokens.ref,
+        tokens.surrogate_scale, numbers_of(c), compiled,
+    )  # fmt: skip
+    if rows is not None:
+        block = launch.sequences * launch.block
+        if rows.count:
+            token_kernel[(triton.cdiv(rows.count, block),)](
+                place(rows), rows.count, *given, BLOCK=block, num_warps=launch.num_warps
+            )  # fmt: skip
+        return None
+    offsets, device = tokens.sequences.offsets, logp.device
+    sequences, groups = offsets.numel() - 1, 0 if group_index is None else num_groups
+    numbers = torch.empty((sequences + groups + 1) * COLUMNS + 3, dtype=torch.float32, device=device)
+    exact = torch.empty(sequences, COLUMNS, dtype=torch.float64, device=device)
+    extrema = torch.empty(sequences, 3, dtype=torch.float32, device=device)
+    if sequences:
+        scored = None if tokens.scored is None else tokens.scored.view(torch.uint8)
+        sequence_kernel[(triton.cdiv(sequences, launch.sequences),)](
+            offsets, sequences, scored, entropy, tokens.rollout, tokens.rollout_weight, exact, extrema, numbers, *given,
+            SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
+        )  # fmt: skip
+    group_kernel[(groups + 1,)](exact, extrema, group_index, numbers, sequences, groups, BLOCK=64, num_warps=4)
+    return numbers
