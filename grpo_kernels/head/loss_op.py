@@ -9,7 +9,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 
 # ruff: noqa: UP007, UP045
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Optional, Union, cast
 
@@ -20,10 +20,11 @@ from ..checks.arguments import check_offsets, check_token_values, check_values
 from ..checks.plain import stored
 from ..config import config_from_key
 from ..kernels import get_backend
+from ..kernels.objective_rules import has_kernel
 from ..kernels.operations import LogitTransform, Statistics
 from ..objective.loss import GRPOLoss
 from ..objective.metrics import Batch
-from ..objective.tokens import TokenInputs, Tokens, plan
+from ..objective.tokens import Rules, TokenInputs, Tokens, plan, rules_of
 from ..teacher import Teacher, TopKTeacher
 from .backward import FinishedGradients, finish_in_forward, refuse_double_backward, times, waiting_dtype
 from .chunk_size import visit
@@ -140,13 +141,15 @@ def _loss_of_head(
     if chosen is None:
         chosen = visit(tokens.scored, tokens.active, sequences, every_row=every_row)
     divergence = None if teacher is None else teacher.divergence
-    loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence)
+    groups = inputs.group_index, call.batch.num_groups
+    fused = fused_objective(call.batch, tokens.rules, stats.logp.dtype)
+    loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence, fused=fused, groups=groups)
     has_entropy = tokens.rules.has_entropy
     run(p, loss, chosen, gradients=any(call.wants), has_entropy=has_entropy, every_row=every_row)
     if every_row and tokens.scored is not None:  # rows that do not count were computed too
         for x in (stats.logp, stats.entropy, *([] if divergence is None else [divergence])):
             x.copy_(torch.where(tokens.scored, x, 0.0))
-    value, record = loss.finish()
+    value, found = loss.finish()
     others = []
     if mask is not None:
         others.append(p.mask_sums())
@@ -155,12 +158,24 @@ def _loss_of_head(
     if isinstance(teacher, TopKHead):
         counted = teacher.mass if tokens.scored is None else torch.where(tokens.scored, teacher.mass, 0.0)
         others.append(counted.sum()[None])
-    both = record.narrow_copy(0, 0, 2).view(2, *shape)  # logp and entropy, without the other fields
-    numbers = torch.empty(0, dtype=record.dtype, device=record.device)
+    numbers = torch.empty(0, dtype=value.dtype, device=value.device)
     if others:
-        numbers = torch.cat([x.to(record.dtype) for x in others])
-    results = value, both[0], both[1], record, numbers
+        numbers = torch.cat([x.to(value.dtype) for x in others])
+    # The record has copies of its own, and a caller may change what it gets.
+    results = value, stats.logp.view(shape), stats.entropy.view(shape), found, numbers
     return results if divergence is None else (*results, divergence.view(shape).clone())
+
+
+def fused_objective(batch: Batch, rules: Rules, dtype: torch.dtype) -> Optional[Callable[..., Optional[Tensor]]]:
+    """Returns the operation of the backend that has this loss in one launch, if there is one."""
+    operation = get_backend(batch.backend).objective
+    return operation if operation is not None and has_kernel(batch.config, rules, dtype) else None
+
+
+def _found_shape(batch: Batch, dtype: torch.dtype) -> tuple[int, ...]:
+    """Of what metrics are computed from."""
+    rules = rules_of(batch.tokens, batch.config, batch.shape, batch.has_teacher)
+    return batch.found_shape if fused_objective(batch, rules, dtype) is None else batch.sums_shape
 
 
 def _stored(tokens: Sequence[Optional[Tensor]]) -> TokenInputs:
@@ -265,7 +280,7 @@ def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dty
         f((), dtype=dtype),
         f(ids.shape, dtype=dtype),
         f(ids.shape, dtype=dtype),
-        f((len(batch.record_fields), ids.numel()), dtype=dtype),
+        f(_found_shape(batch, dtype), dtype=dtype),
         f(sum(batch.others.values()), dtype=dtype),
         *(
             x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
@@ -317,18 +332,24 @@ def policy_loss(
         logp = torch.where(nats.isnan(), torch.nan, logp)
         if planned.scored is not None:
             logp, nats = (torch.where(planned.scored, x, 0.0) for x in (logp, nats))
-        loss = GRPOLoss(planned, logp, nats)
+        batch = Batch(inputs, config, backend, logps.shape, planned.sequences.count, num_groups)
+        fused = fused_objective(batch, planned.rules, dtype)
+        loss = GRPOLoss(planned, logp, nats, fused=fused, groups=(inputs.group_index, num_groups))
         gradients = loss.of_all()
-        value, record = loss.finish()
-    return value, record, *(g.reshape(logps.shape).clone() for g in gradients)
+        value, found = loss.finish()
+    return value, found, *(g.reshape(logps.shape).clone() for g in gradients)
 
 
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
     batch = _batch_of([logps, *tokens], num_groups, config_key, backend)
-    record = f((len(batch.record_fields), logps.numel()), dtype=dtype)
-    return f((), dtype=dtype), record, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
+    return (
+        f((), dtype=dtype),
+        f(_found_shape(batch, dtype), dtype=dtype),
+        f(logps.shape, dtype=dtype),
+        f(logps.shape, dtype=dtype),
+    )
 
 
 _hand_out_gradients(policy_loss, "grpo_loss_from_logps", 2)

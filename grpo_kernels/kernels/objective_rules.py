@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ..objective.tokens import Tokens
+    from ..objective.tokens import Rules
 
 CLIPPING = ("clip", "cispo_two_sided", "cispo_mask", "cispo_unified")  # with metrics of a clip range
 SURROGATES = (*CLIPPING, "cispo", "sapo", "reinforce")
@@ -24,13 +24,12 @@ _OPTIONS = (
 Numbers = namedtuple("Numbers", (*_OPTIONS, "kl_delta_clamp", "kl_clamp"))  # type: ignore[misc]
 
 
-def has_kernel(tokens: Tokens) -> bool:
-    """Returns whether the fused kernels have the loss of these tokens."""
-    c, rules = tokens.config, tokens.rules
+def has_kernel(c: Any, rules: Rules, dtype: torch.dtype) -> bool:
+    """Returns whether the fused kernels have the loss of a GRPOConfig; dtype: of what is computed."""
     kl_is_plain = c.kl_estimator in ESTIMATORS and not c.kl_score_term and not c.use_bias_correction_kl
     return (
-        c.surrogate in SURROGATES and (kl_is_plain or not rules.has_kl) and tokens.advantage.dtype == torch.float32
-        and not rules.whole_sequences and not rules.has_entropy and tokens.entropy_threshold is None
+        c.surrogate in SURROGATES and (kl_is_plain or not rules.has_kl) and dtype == torch.float32
+        and not rules.whole_sequences and not rules.has_entropy and not rules.has_threshold
         and c.distill_coef == 0.0
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ d loss / d logp = dloss_via_ratio * d_ratio + dloss_direct * d_direct           
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -120,14 +121,20 @@ class GRPOLoss:
     """The loss of a batch whose statistics become known chunk by chunk. logp, entropy (N,): of all tokens, 0 at first.
 
     by_sequence: gradients need all tokens of a sequence; by_batch: of the batch (a bonus over kept entropies).
-    divergence (N,): to a teacher's distribution, which config.distill_coef weighs.
+    divergence (N,): to a teacher's distribution, which config.distill_coef weighs. fused: the operation `objective` of
+    a backend that has this loss; it adds up the groups (index (S,), count) too.
     """
 
-    def __init__(self, tokens: Tokens, logp: Tensor, entropy: Tensor, divergence: Tensor | None = None) -> None:
+    def __init__(
+        self, tokens: Tokens, logp: Tensor, entropy: Tensor, divergence: Tensor | None = None,
+        *, fused: Callable[..., Tensor | None] | None = None, groups: tuple[Tensor | None, int] = (None, 0),
+    ) -> None:  # fmt: skip
         self.tokens, self.logp, self.entropy, self.divergence = tokens, logp, entropy, divergence
+        self.fused, self.groups = fused, groups
         self.by_sequence, self.by_batch = tokens.rules.whole_sequences, bool(tokens.config.entropy_kept_only)
         self.dentropy = tokens.dloss_dentropy
         self._dlogp: Tensor | None = None
+        self._sums: Tensor | None = None
         self._whole: Objective | None = None  # of all tokens, when all have been evaluated at once
 
     def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]:
@@ -138,6 +145,9 @@ class GRPOLoss:
             return evaluate(self.tokens, self.logp, self.entropy).dlogp, self.dentropy
         if self._dlogp is None:
             self._dlogp = torch.zeros_like(self.logp)
+        if self.fused is not None:
+            self.fused(self.tokens, self.logp, self.entropy, self._dlogp, rows)
+            return self._dlogp, self.dentropy
         if self.by_sequence and sequences is not None and length is not None:
             rows = Rows(sequences.start * length, sequences.stop * length)
             part = self.tokens.part(rows.take, sequences)
@@ -148,6 +158,11 @@ class GRPOLoss:
 
     def of_all(self) -> tuple[Tensor, Tensor]:
         """Returns the gradients of all tokens, whose statistics are known."""
+        if self.fused is not None:
+            if self._dlogp is None:
+                self._dlogp = torch.empty_like(self.logp)
+            self._sums = self.fused(self.tokens, self.logp, self.entropy, self._dlogp, None, *self.groups)
+            return self._dlogp, self.dentropy
         if self.by_batch and self._whole is None:
             self._keep_entropies()
         self._whole = evaluate(self.tokens, self.logp, self.entropy)
@@ -163,9 +178,13 @@ class GRPOLoss:
         self.dentropy = torch.where(kept, weight / share, 0.0)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Returns (the loss (), the record (fields, N) of what metrics need), when all statistics are known."""
-        if self._whole is None:
+        """Returns (the loss (), what metrics need), when all statistics are known: the record (fields, N), or from the
+        fused operation the sums in one row."""
+        if self._whole is None and self._sums is None:
             self.of_all()
+        if self._sums is not None:  # rows of sums per sequence, per group, of all, which begin with the loss; 3 extrema
+            rows = self.tokens.sequences.count + self.groups[1] + 1
+            return self._sums[(rows - 1) * ((self._sums.numel() - 3) // rows)].clone(), self._sums
         assert self._whole is not None
         tokens, (log_ratio, value, kl, dlogp, counted) = self.tokens, self._whole
         if self.divergence is not None:

@@ -57,6 +57,16 @@ class Batch(NamedTuple):
         return *always, *(name for name, there in present.items() if there)
 
     @property
+    def found_shape(self) -> tuple[int, ...]:
+        """Of what GRPOLoss.finish returns, without the fused operation."""
+        return len(self.record_fields), self.shape.numel()
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """The same with the fused operation."""
+        return ((self.num_sequences + self.num_groups + 1) * len(COLUMNS) + 3,)
+
+    @property
     def others(self) -> dict[str, int]:
         """How many numbers a call has besides those of its tokens, by what they are of."""
         config, tokens = self.config, self.tokens

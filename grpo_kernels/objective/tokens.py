@@ -49,6 +49,7 @@ class Rules(NamedTuple):
     has_old: bool  # False: the ratio is logp / stop_gradient(logp), its logarithm 0
     has_kl: bool
     has_entropy: bool  # an entropy bonus
+    has_threshold: bool  # of the entropy, below which tokens lose their surrogate
     whole_sequences: bool  # a token's gradient depends on the log-probabilities of its sequence
     all_active: bool  # every token that counts may have a gradient
 
@@ -223,8 +224,9 @@ def _derive(inputs: TokenInputs, config: Any, constant: bool, has_teacher: bool)
     has_kl = inputs.ref_logps is not None and config.kl_estimator != "none"
     has_entropy = inputs.entropy_coef is not None or config.entropy_coef != 0.0
     whole = _needs_whole_sequences(inputs, config, has_old, has_kl, constant)
+    has_threshold = inputs.entropy_threshold is not None or config.entropy_threshold is not None
     all_active = has_entropy or has_teacher or (config.beta != 0.0 and has_kl)
-    return Rules(has_old, has_kl, has_entropy, whole, all_active)
+    return Rules(has_old, has_kl, has_entropy, has_threshold, whole, all_active)
 
 
 def _needs_whole_sequences(inputs: TokenInputs, config: Any, has_old: bool, has_kl: bool, constant: bool) -> bool:
