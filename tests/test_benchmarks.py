@@ -14,7 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import tune
 
+from grpo_kernels.backends import launch
 from grpo_kernels.benchmarks import command, measure, process
 from grpo_kernels.benchmarks.cases import MODES, SETS, Case, jobs, make_case, parse_shape
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Step, Unsupported, select
@@ -26,6 +28,7 @@ from grpo_kernels.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = make_case("tiny:64", "float32")
 NEVER = float("inf")
 ONCE = Options("cpu", 1, NEVER)
@@ -301,6 +304,38 @@ def test_a_run_goes_on_where_an_earlier_one_ended(
     output.write_text(json.dumps(document))
     assert main(["bench", *options]) == 2
     assert "measured otherwise (versions)" in capfd.readouterr().err
+
+
+# --- launches of Triton kernels ---------------------------------------------------------------------------------------
+
+
+def test_launches_are_timed_and_wrong_ones_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(tune.CANDIDATES, launch.RowLaunch, dict(rows=(1,), block=(128, 7), num_warps=(4,)))
+    tune.main(["--shape", "8x16x200", "--dtype", "float32", "--device", str(DEVICE), "--rounds", "1"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("left out: RowLaunch(rows=1, block=7, num_warps=4): ")
+    assert {line.partition(" ms  ")[2] for line in said[1:]} == {
+        "as shipped",
+        "RowLaunch(rows=1, block=128, num_warps=4)",
+    }
+
+
+def test_the_users_table_comes_before_the_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def row_launch(table: str, vocab: int = 1000) -> launch.RowLaunch:
+        launch.tuned_path().write_text(table)
+        launch._find.cache_clear()
+        launch._tuned_table.cache_clear()
+        return launch.row_launch("rows", DEVICE, vocab, torch.bfloat16)
+
+    monkeypatch.setenv("GRPO_KERNELS_CACHE", str(tmp_path))
+    shipped, own = row_launch("{}"), launch.RowLaunch(1, 64, 2)
+    table = json.dumps({launch.architecture(DEVICE): {"rows": {"1000 bfloat16": own._asdict()}}})
+    assert row_launch(table) == own != shipped == row_launch(table, vocab=1001)
+    with pytest.warns(UserWarning, match=r"launch\.json cannot be read"):
+        assert row_launch("[]") == shipped
+    row_launch("{}")
 
 
 # --- pytest-benchmark -------------------------------------------------------------------------------------------------

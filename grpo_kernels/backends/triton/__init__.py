@@ -15,7 +15,6 @@ layout.py       places of the fields of a token
 arguments.py    what kernels take together, and what may travel in a tuple
 maths.py        functions that Triton lacks on one of its targets
 launch.py       block shapes and warps, from the table launch.json; preferred strategies
-tune.py         measures candidates for that table on a GPU
 
 Triton compiles a kernel again for an integer that is 1 (a constant then) or divisible by 16, and for a pointer that is
 not on 16 bytes. Whatever follows from the number of rows of a call is excluded from that (do_not_specialize): counts,
