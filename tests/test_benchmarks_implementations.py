@@ -1,4 +1,4 @@
-"""Plug-ins of the benchmark: right or refused with a sentence, whatever is installed; what the hardware would allow."""
+"""Plug-ins of the benchmark: right or refused with a sentence, whatever is installed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels.benchmarks import limits
 from grpo_kernels.benchmarks.cases import DIVERGENCES, MODES, make_case
 from grpo_kernels.benchmarks.implementations import (
     IMPLEMENTATIONS,
@@ -20,7 +18,6 @@ from grpo_kernels.benchmarks.implementations import (
     select,
 )
 from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
-from grpo_kernels.benchmarks.limits import DEVICES, predict
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # one may name a device that is not there
@@ -123,55 +120,3 @@ def test_sampling_masks_in_eager_ours_and_the_exact_result(mode: str, share: flo
         return why_wrong(right, result, errors(right, result), torch.float32)
 
     assert wrong("ours") is None and wrong("eager") is None and wrong("ours-unmasked") is not None
-
-
-# --- what the hardware would allow, against known numbers and real calls ----------------------------------------------
-
-H200 = DEVICES["H200"]
-LLAMA = "llama-3-8b:16384"
-
-
-def test_the_floor_is_the_flops_over_the_rate_and_a_copy_more_than_bandwidth_allows_is_slower():
-    case = make_case(LLAMA)
-    floor = predict(case, H200, "floor")
-    assert floor.flops == 6 * 16384 * 4096 * 128256
-    assert floor.seconds == pytest.approx(floor.flops / 790e12, rel=0.02)
-    slow = H200._replace(terabytes_per_second=1e-3)
-    assert predict(case, slow, "floor").seconds == pytest.approx(floor.bytes / 1e9, rel=1e-3)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["eager", "floor"])
-def test_flops_are_those_of_a_call(name, mode):
-    case = make_case("64x32x512", "float32", mode=mode)
-    inputs = make_inputs(case, CPU)
-    step = IMPLEMENTATIONS[name].make_step(inputs, mode)
-    with FlopCounterMode(display=False) as counter:
-        step(inputs)
-    assert counter.get_total_flops() == predict(case, H200, "floor").flops == predict(case, H200).flops
-
-
-def test_the_table_of_a_device(capsys):
-    limits.main(["--device", "H200", "--shapes", LLAMA])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("llama-3-8b (16384, 4096, 128256), bfloat16, step on NVIDIA H200")
-    assert next(line for line in lines if line.startswith("| floor")).split("|")[-2].strip() == "1.00"
-    assert any(line.startswith("| sparse, 64 pairs") for line in lines)
-
-
-def test_pairs_cost_a_row_of_an_operand_each():
-    case = make_case(LLAMA)
-    few, many = (predict(case, H200, "sparse", pairs=pairs) for pairs in (32, 256))
-    assert few.flops == many.flops == predict(case, H200, "floor").flops / 3
-    assert many.bytes - few.bytes == 2 * 16384 * (256 - 32) * 4096 * 2
-    frozen = make_case(LLAMA, mode="frozen")
-    assert predict(frozen, H200, "sparse", pairs=32).seconds < few.seconds
-
-
-def test_a_teacher_costs_its_product_and_reads_of_both_rows():
-    case = make_case(LLAMA)
-    product = 2 * 16384 * 4096 * 128256
-    for way in ("floor", "rows"):
-        like, wide = (predict(case, H200, way, teacher=width) for width in (1, 4))
-        assert like.flops - predict(case, H200, way).flops == product and wide.flops - like.flops == 3 * product
-    assert predict(case, H200, teacher=1).bytes - predict(case, H200).bytes > 3 * 16384 * 128256 * 4
