@@ -1,18 +1,15 @@
-"""The pictures, tables and targets of results: what they show is what the document says."""
+"""The pictures and tables of results: what they show is what the document says."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 
-import bars
 import pytest
 import report
 
 from grpo_kernels.benchmarks import figures
-from grpo_kernels.benchmarks.cases import BARS, jobs, make_case
-from grpo_kernels.benchmarks.implementations import select
-from grpo_kernels.benchmarks.machine import OUT_OF_MEMORY, write
+from grpo_kernels.benchmarks.cases import make_case
 
 ENVIRONMENT = {
     "date": "2026-01-31T12:00:00+00:00", "device": "cpu", "driver": None, "cpu": "Some CPU", "threads": 7,
@@ -102,60 +99,3 @@ def test_one_command_draws_every_file_and_rewrites_the_tables(results, capsys):
     assert [f"{step}, 32 ids kept", "84 (76 to 101)", "1.05", "", "", "0.525", "3.0e-04", "2.0e-03"] in rows
     assert {row[0] for row in rows} >= {"exact", "2^-12", "cut below 2^-12", "times table, full, bfloat16, 3 seeds"}
     assert "(drawn/cpu-time.png)" in page and "No GPU has been measured yet." in page
-
-
-# --- bench/bars.py ----------------------------------------------------------------------------------------------------
-
-
-LONG, GIB = "65536x3584x151936", 2**30
-H200 = {"device": "NVIDIA H200", "device_memory": 141 * GIB}
-
-
-def line(text, *words):
-    (found,) = (line for line in text.splitlines() if all(word in line for word in words))
-    return [cell.strip() for cell in found.split("|")[2:5]]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_target_is_measured_by_a_set(device):
-    cases = []
-    for job in [*jobs("targets", device), *jobs("teacher", device)]:
-        names = select(job.against)
-        memory = {"peak_bytes": 1.0}
-        times = {"ours_to_this": 1.0, "ratio_to_floor": 1.0, "errors": {"logps_max": 1.0}}
-        weighed = names if device == "cuda" else select(job.memory) if job.memory else []
-        found = {n: (times if job.timed else {}) | (memory if n in weighed else {}) for n in names}
-        cases.append({"case": asdict(job.case), "implementations": found})
-    for bar in BARS[device]:
-        assert bars.value_of(bar, document(*cases, device=device)), bar
-
-
-def test_a_target_is_met_missed_or_not_measured():
-    found = {"ours": {"peak_bytes": 10 * GIB}, "trl": {"peak_bytes": 9 * GIB}, "eager": {"peak_bytes": 100 * GIB}}
-    text = bars.report(document(case(found, LONG), **H200))
-    assert line(text, f"{LONG} bfloat16, mode step: memory to trl") == ["1.11", "1", "MISSED"]
-    assert line(text, f"{LONG} bfloat16, mode step: memory to eager") == ["0.1", "0.125", "met"]
-    assert line(text, f"{LONG} bfloat16, mode frozen: memory to trl") == ["", "1", "not measured"]
-
-
-def test_what_runs_out_of_memory_needs_more_than_the_device_has():
-    lost = {"error": f"{OUT_OF_MEMORY}: OutOfMemoryError: CUDA out of memory"}
-    text = bars.report(document(case({"ours": {"peak_bytes": 141 * GIB // 10}, "eager": lost}, LONG), **H200))
-    assert line(text, f"{LONG} bfloat16, mode step: memory to eager")[2] == "met"
-    text = bars.report(document(case({"ours": lost, "eager": {"peak_bytes": GIB}}, LONG), **H200))
-    assert line(text, f"{LONG} bfloat16, mode step: memory to eager")[2] == "not measured"
-
-
-def test_the_report_of_a_gpu_holds_all_that_the_targets_need(tmp_path, capsys):
-    step = {"FusedGRPOTrainer": {"of_trl": 0.9, "peak_bytes": 2}, "TRL": {"of_trl": 1.0, "peak_bytes": 1}}
-    found = {"ours": {}, "floor": {"ours_to_this": 1.07}}
-    write(tmp_path / "gpu.json", {
-        "environment": {}, "stages": {}, "targets": document(case(found, "llama-3-8b:16384"), **H200),
-        "trl_step": {"steps": {"dapo": step}},
-        "teacher": document(case(found, "llama-3-8b:16384", divergence="reverse_kl"), **H200),
-    })  # fmt: skip
-    bars.main([str(tmp_path / "gpu.json")])
-    text = capsys.readouterr().out
-    assert line(text, "16384x4096x128256 bfloat16: time to floor") == ["1.07", "1.08", "met"]
-    assert line(text, "16384x4096x128256 bfloat16, divergence reverse_kl: time to floor") == ["1.07", "1.12", "met"]
-    assert line(text, "TRL's step, time")[2] == "met" and line(text, "TRL's step, memory")[2] == "MISSED"
