@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
@@ -17,7 +16,6 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 import dweight_sum
-from learning import EXPERIMENTS
 from matplotlib import rc_context
 from sparse import show
 
@@ -34,7 +32,6 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
 SPARSE = Path("sparse/cpu.json")  # of sparse.py, below RESULTS
 DWEIGHT = Path("dweight/cpu.json")  # of dweight_sum.py
-SPARSE_LEARNING, TEACHER = (Path(EXPERIMENTS[name].output) for name in ("sparse", "teacher"))  # of learning.py
 DISTILLATION = Path("distillation/cpu.json")  # the set teacher
 LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
 GPU = "gpu-h200.json"
@@ -57,18 +54,6 @@ LEARNING_PANELS = (
     ("times table, full, float32", "clock"), ("largest number, full, bfloat16", "clock"),
 )  # fmt: skip
 TRAINERS = ("eager", "trl", "liger", "verl", "verl-torch")
-ARMS = ("#6b6b6b", "#d1410c", "#0b6fb3")
-ARM_PICTURES: dict[Path, tuple[str, str, list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]]] = {
-    # file -> name of the picture, its title, panels of a metric in a setting: their titles, lines and axes
-    SPARSE_LEARNING: ("sparse-learning", "Learning with sparse gradients, by theta", [
-        ("chat", "sparse/kept", "entries that a token keeps", {"linewidth": 0.8}, {"yscale": "log"}),
-        ("chat", "seconds/update", "seconds of an update", {"linewidth": 0.8}, {"ylim": (0.0, None)}),
-    ]),
-    TEACHER: ("teacher", "GRPO, a teacher's distribution, and both", [(
-        "arithmetic, dapo", "divergence", "reverse KL to the teacher, nats per token",
-        {"alpha": 0.5, "linewidth": 0.6}, {"yscale": "log"},
-    )]),
-}  # fmt: skip
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
@@ -292,68 +277,6 @@ What adding up the shares of chunks in bfloat16 rounds of the weight's gradient,
 {dweight_sum.show(document)}"""
 
 
-def draw_arms(name: Path, document: Document, folder: Path) -> None:
-    """Evaluated reward over steps, each seed and their mean, a panel per setting; then the panels of ARM_PICTURES."""
-    picture, title, others = ARM_PICTURES[name]
-    settings, arms = _settings(document), list(zip(_arms(document), ARMS, strict=True))
-    with rc_context(STYLE):
-        figure, axes = sheet(document, title, len(settings) + len(others), 2.3)
-        for setting, axis in zip(settings, axes, strict=False):
-            for arm, colour in arms:
-                curves = [found["evaluations"] for found in _runs(document, setting, arm)]
-                for curve in curves:
-                    axis.plot(*_curve(curve, "reward"), color=colour, alpha=0.25, linewidth=0.8)
-                means = [fmean(e["reward"] for e in same) for same in zip(*curves, strict=True)]
-                axis.plot(_curve(curves[0], "reward")[0], means, color=colour, label=arm)
-            axis.set(title=setting, xlabel="optimizer steps", ylabel="evaluated reward")
-        for (setting, metric, title, line, scale), axis in zip(others, axes[len(settings) :], strict=True):
-            for arm, colour in arms:
-                for found in _runs(document, setting, arm):
-                    if metric in found["steps"][0]:
-                        axis.plot(*_curve(found["steps"], metric), color=colour, **line)
-            axis.set(title=setting, xlabel="optimizer steps", ylabel=title, **scale)
-        axes[0].legend(frameon=False)
-        figure.savefig(folder / f"{picture}.png", dpi=DPI)
-
-
-def _settings(document: Document) -> list[str]:
-    return list(dict.fromkeys(found["setting"] for found in document["runs"]))
-
-
-def _arms(document: Document) -> list[str]:
-    return list(dict.fromkeys(found["arm"] for found in document["runs"]))
-
-
-def _runs(document: Document, setting: str, arm: str) -> list[dict[str, Any]]:
-    return [found for found in document["runs"] if (found["setting"], found["arm"]) == (setting, arm)]
-
-
-def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """A step whose tokens had no gradient has no number of some metrics."""
-    known = [record for record in records if name in record]
-    return [record["step"] for record in known], [record[name] for record in known]
-
-
-def _arms_text(name: Path, document: Document) -> str:
-    """A row per setting: the last evaluation of each arm; for sparse gradients also what a token kept."""
-    where, arms, rows = document["environment"], _arms(document), []
-    is_sparse = name == SPARSE_LEARNING
-    for setting in _settings(document):
-        runs = [_runs(document, setting, arm) for arm in arms]
-        ends = [_spread([found["evaluations"][-1]["reward"] for found in group], ".3f") for group in runs]
-        curves = [_curve(found["steps"], "sparse/kept")[1] for found in runs[1]] if is_sparse else []
-        kept = [fmean(curve[k] for curve in curves) for k in (0, -1)] if is_sparse else []
-        rows.append((setting, str(len(runs[0])), *ends, *(f"{number:,.0f}" for number in kept)))
-    last = (f"kept at {arms[1]}: first step", "last step") if is_sparse else ()
-    return f"""\
-**{name}.** {where["cpu"]}, {where["threads"]} threads, {where["date"][:10]}: `python bench/learning.py`. Evaluated
-reward after the last step, median of the seeds (least to most):
-
-{table(("run", "seeds", *arms, *last), rows)}
-
-![Evaluated reward over steps](figures/{ARM_PICTURES[name][0]}.png)"""
-
-
 def _distillation(document: Document) -> str:
     """A row per case and implementation; of teachers that are known at few ids a row per case."""
     rows, others = [], []
@@ -542,13 +465,8 @@ def _number(entry: Document, key: str, form: str) -> str:
     return format(entry[key], form) if key in entry else entry.get("error", "").split(":")[0]
 
 
-PICTURES = {H100: draw_gpu_memory, SPARSE: draw_sparse, LEARNING: draw_learning} | {
-    name: partial(draw_arms, name) for name in ARM_PICTURES
-}
-TEXTS = {
-    H100: _h100, DWEIGHT: _dweight, SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING),
-    DISTILLATION: _distillation, TEACHER: partial(_arms_text, TEACHER), LEARNING: _learning,
-}  # fmt: skip
+PICTURES = {H100: draw_gpu_memory, SPARSE: draw_sparse, LEARNING: draw_learning}
+TEXTS = {H100: _h100, DWEIGHT: _dweight, SPARSE: _sparse, DISTILLATION: _distillation, LEARNING: _learning}
 
 if __name__ == "__main__":
     main()
