@@ -41,7 +41,7 @@ PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
 LIMITS = dict(build=300, check=120, headline=150, events=90, tests=200, sanitizer=200, trl_step=150, distillation=200)
 SILENCE = {"cuda": 45.0, "triton": 150.0, "torch": 150.0, "products": 60.0}
 # Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
-BENCHES = {"headline": ("headline", 5), "benchmark": ("essentials", 5), "distillation": ("teacher", 3)}
+BENCHES = {"headline": ("headline", 5), "benchmark": ("targets", 5), "distillation": ("teacher", 3)}
 # Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
 TESTS = ("-n", "4", "--maxschedchunk", "1", "--tb=short", "-o", "faulthandler_exit_on_timeout=true")
 UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-import pytest
 import report
 
 from grpo_kernels.benchmarks import figures
@@ -68,34 +67,20 @@ def test_every_picture_is_drawn_from_data_and_says_where_and_when(tmp_path, monk
     assert small_print == "Some CPU, 7 threads, AVX2, grpo-kernels 0.1.0, torch 2.99.1, 2026-01-31"
 
 
-# --- the scripts ------------------------------------------------------------------------------------------------------
+# --- bench/report.py --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def results(tmp_path, monkeypatch):
-    idle = [case(idle_share=share, beta=0.0, length=64) for share in (0.0, 0.5)]
-    for one in idle:
-        one["implementations"]["ours-unscored"] = entry("ours-unscored", 0.25)
-    (tmp_path / "cpu.json").write_text(json.dumps(document(case(), masked(32, 0.04), *idle)))
-    for name in (report.SPARSE, report.LEARNING):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_bytes((report.RESULTS / name).read_bytes())
-    for name, value in (("RESULTS", tmp_path), ("FIGURES", tmp_path / "drawn"), ("PAGES", (tmp_path / "page.md",))):
-        monkeypatch.setattr(report, name, value)
-    (tmp_path / "page.md").write_text(f"before\n{report.BEGIN}\nstale text\n{report.END}\nafter\n")
-    return tmp_path
-
-
-def test_one_command_draws_every_file_and_rewrites_the_tables(results, capsys):
+def test_the_committed_results_give_the_committed_tables(tmp_path, monkeypatch, capsys):
+    pages = {name: (report.ROOT / name).read_text() for name in ("README.md", "bench/README.md")}
+    (tmp_path / "bench").mkdir()
+    for name, text in pages.items():
+        begin, end = (text.index(mark) for mark in (report.BEGIN, report.END))
+        (tmp_path / name).write_text(f"{text[:begin]}{report.BEGIN}\nstale\n{text[end:]}")
+    monkeypatch.setattr(figures, "DPI", 30)
+    monkeypatch.setattr(report, "DPI", 30)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    committed = {path.name for path in report.FIGURES.iterdir()}
+    monkeypatch.setattr(report, "FIGURES", tmp_path / "drawn")
     report.main()
-    names = {"cpu-time.png", "sparse.png", "time-to-reward.png"}
-    assert {path.name for path in (results / "drawn").iterdir()} == names
-    page = (results / "page.md").read_text()
-    assert page.startswith("before\n") and page.endswith("\nafter\n") and "stale text" not in page
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
-    errors = ["3.0e-04 (3.0e-04)", "2.0e-03 (2.0e-03)"]
-    step = "qwen2.5-0.5b (4096, 896, 151936), bfloat16, step"
-    assert [step, "2,100 (1,890 to 2,520)", "1.05", "0.70", "0.42", "", *errors] in rows
-    assert [f"{step}, 32 ids kept", "84 (76 to 101)", "1.05", "", "", "0.525", "3.0e-04", "2.0e-03"] in rows
-    assert {row[0] for row in rows} >= {"exact", "2^-12", "cut below 2^-12", "times table, full, bfloat16, 3 seeds"}
-    assert "(drawn/cpu-time.png)" in page and "No GPU has been measured yet." in page
+    assert {name: (tmp_path / name).read_text() for name in pages} == pages
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == committed

@@ -204,7 +204,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ],
     },
     # For a GPU that is lent for minutes, the peers first; compiled eager compiles for half of one.
-    "essentials": {
+    "targets": {
         "cpu": _jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, length=256),
         "cuda": [
             *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
