@@ -5,7 +5,7 @@
     python bench/gpu.py --output out/gpu.json --resume --stages events sanitizer
 
 Every command is a process with a limit of time and of silence. What hangs, crashes or gives wrong results is named and
-left out of all that follows by backend and strategy (`left_out`), and the exit status is 1; all else is still measured.
+its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
 --resume keeps stages that came to an end with the same sources. The build is always made; it compiles what changed.
 """
 
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -34,12 +33,13 @@ from typing import Any, NamedTuple
 from gpu_peers import PEERS, unpack
 
 ROOT = Path(__file__).resolve().parents[1]
-BACKENDS, STRATEGIES = ("cuda", "triton"), ("rows", "linear", "anchored")
+BACKENDS = ("cuda", "triton")
 HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
 # Of one command, in seconds. Triton compiles in silence; what CUDA's kernels do takes less.
 LIMITS = dict(build=300, check=120, headline=150, events=90, tests=200, sanitizer=200, trl_step=150, distillation=200)
 SILENCE = {"cuda": 45.0, "triton": 150.0, "torch": 150.0, "products": 60.0}
+VARIANTS = ("unscored", "unmasked", "sparse", "tail", "renormalize")  # of "ours", which take the backend of "auto"
 # Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
 BENCHES = {"headline": ("headline", 5), "benchmark": ("targets", 5), "distillation": ("teacher", 3)}
 # Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
@@ -74,31 +74,30 @@ class Report:
         draft.write_text(json.dumps(self.data, indent=1, default=str) + "\n")
         draft.replace(self.path)
 
-    def fail(self, text: str, pair: str = "") -> None:
-        """Record it; `pair`, as in "cuda/linear", is left out. Without its row kernels a backend has nothing left."""
+    def fail(self, text: str, backend: str = "") -> None:
+        """Records a failure; a `backend` with one is left out from now on."""
         self.stage.setdefault("failures", []).append(text)
         print(f"FAILED: {text}", flush=True)
-        backend, _, strategy = pair.partition("/")
-        for name in STRATEGIES if strategy == "rows" else (strategy,) if strategy else ():
-            self.data["left_out"].setdefault(f"{backend}/{name}", text)
+        if backend in BACKENDS:
+            self.data["left_out"].setdefault(backend, text)
         self.save()
 
-    def judge(self, what: str, ended: Ended, pair: str = "") -> Ended:
-        """Record the failure of a command, if it is one; to be out of time is not the fault of `pair`."""
+    def judge(self, what: str, ended: Ended, backend: str = "") -> Ended:
+        """Records the failure of a command, if it is one; to be out of time is not the fault of its backend."""
         if ended.failure:
-            self.fail(f"{what}: {ended.failure}", "" if ended.limit else pair)
+            self.fail(f"{what}: {ended.failure}", "" if ended.limit else backend)
         return ended
 
     def usable(self) -> Iterator[str]:
-        """What is not left out when its turn comes."""
-        for pair in itertools.product(BACKENDS, STRATEGIES):
-            if "/".join(pair) not in self.data["left_out"]:
-                yield "/".join(pair)
+        """Yields the backends that are not left out when their turn comes."""
+        for name in BACKENDS:
+            if name not in self.data["left_out"]:
+                yield name
 
-    def python(self, *arguments: object, limit: float, silence: float = math.inf, **variables: str) -> Ended:
-        """Run this Python at the root; it and all that it started are killed at a limit."""
+    def python(self, *arguments: object, limit: float, silence: float = math.inf) -> Ended:
+        """Runs this Python at the root; it and all that it started are killed at a limit."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, *map(str, arguments)]
         limit = min(limit, self.end - time.monotonic())
         silence = self.options.silence or silence if silence < math.inf else silence
@@ -159,12 +158,12 @@ def build(report: Report) -> None:
     if not report.options.built:
         compile_kernels(report)
     left_out = report.data["left_out"]
-    report.data["left_out"] = {pair: why for pair, why in left_out.items() if not why.startswith(UNAVAILABLE)}
+    report.data["left_out"] = {name: why for name, why in left_out.items() if not why.startswith(UNAVAILABLE)}
     ended = report.python(__file__, "--probe", "environment", "--device", report.options.device, limit=120)
     found = report.data["environment"] = next(objects_in(ended.output), {})
     for name in BACKENDS:
         if reason := found.get("backends", {}).get(name, ended.failure):
-            report.fail(f"{UNAVAILABLE}{name}: {reason}", f"{name}/rows")
+            report.fail(f"{UNAVAILABLE}{name}: {reason}", name)
 
 
 def compile_kernels(report: Report) -> None:
@@ -178,19 +177,17 @@ def compile_kernels(report: Report) -> None:
 
 
 def check(report: Report) -> None:
-    """`grpo-kernels check` for each backend and strategy, side by side: nothing is timed."""
+    """`grpo-kernels check` for each backend, side by side: nothing is timed."""
 
-    def checked(pair: str) -> Ended:
-        backend, _, strategy = pair.partition("/")
-        command = ("-m", "grpo_kernels", "check", "--quick", "--backend", backend)
-        limit, silence = LIMITS["check"], SILENCE[backend]
-        return report.python(*command, limit=limit, silence=silence, GRPO_KERNELS_STRATEGY=strategy)
+    def checked(name: str) -> Ended:
+        command = ("-m", "grpo_kernels", "check", "--quick", "--backend", name)
+        return report.python(*command, limit=LIMITS["check"], silence=SILENCE[name])
 
-    pairs = [*report.usable(), "torch/rows"]
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        for pair, ended in zip(pairs, pool.map(checked, pairs), strict=True):
-            report.stage[pair] = ended.output[-2000:] if ended.failure else "ok"
-            report.judge(f"check {pair}", ended, pair)
+    names = [*report.usable(), "torch"]
+    with ThreadPoolExecutor(len(names)) as pool:
+        for name, ended in zip(names, pool.map(checked, names), strict=True):
+            report.stage[name] = ended.output[-2000:] if ended.failure else "ok"
+            report.judge(f"check {name}", ended, name)
 
 
 def bench(report: Report, stage: str) -> None:
@@ -199,15 +196,15 @@ def bench(report: Report, stage: str) -> None:
     output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
     options = ["--set", name]
     if report.options.shapes and name != "teacher":  # which is a set of its own cases
-        against = ["--against", "ours-cuda*", "ours-triton*"] if name == "headline" else []
+        against = ["--against", "ours-cuda", "ours-triton"] if name == "headline" else []
         options = ["--shapes", *report.options.shapes, *against]
     minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", rounds, "--no-figures"]
     command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
     command += ["--silence", report.options.silence or 90]
-    excluded = [f"ours-{pair.replace('/', '-')}" for pair in left_out]
-    if not left_out.get("cuda/rows", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
-        excluded += ["ours", *(f"ours-{name}" for name in ("unscored", "unmasked", "sparse", "tail", "renormalize"))]
+    excluded = [f"ours-{backend}" for backend in left_out]
+    if not left_out.get("cuda", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
+        excluded += ["ours", *(f"ours-{variant}" for variant in VARIANTS)]
     command += ["--exclude", *excluded] if excluded else []
     ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
     if "was measured otherwise" in ended.output:  # on another machine, or with other versions
@@ -217,11 +214,9 @@ def bench(report: Report, stage: str) -> None:
     for case in document["cases"]:
         shape = f"{case['case']['head']} {case['case']['mode']}"
         for who, found in case["implementations"].items():
-            _, backend, strategy = [*who.split("-"), "", ""][:3]
-            pair = f"{backend}/{strategy}" if backend in BACKENDS else ""
             error = found.get("error", "not run")
             if who.startswith("ours") and not error.startswith(("out of memory", "not run")):
-                report.fail(f"{name} {shape}: {who}: {error}", pair)
+                report.fail(f"{name} {shape}: {who}: {error}", who.removeprefix("ours-"))
         ratios = {who: found.get("ratio_to_floor") for who, found in case["implementations"].items()}
         print(f"{shape}: {', '.join(f'{who} {ratio:.3f}' for who, ratio in ratios.items() if ratio)}", flush=True)
     report.stage["not_run"] = document["not_run"]
@@ -233,7 +228,7 @@ def probes(report: Report, stage: str, names: Iterable[str] | None = None) -> No
     for name in names or report.usable():
         command = [__file__, "--probe", name, "--device", report.options.device]
         command += ["--shapes", *(report.options.shapes or HEADS)]
-        ended = report.python(*command, limit=LIMITS["events"], silence=SILENCE[name.partition("/")[0]])
+        ended = report.python(*command, limit=LIMITS["events"], silence=SILENCE[name])
         found += objects_in(ended.output)
         report.judge(f"{stage} {name}", ended, name)
         report.save()
@@ -244,10 +239,9 @@ def tests(report: Report) -> None:
     done: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
     log = report.path.with_suffix(".tests.jsonl")
     log.unlink(missing_ok=True)
-    left_out = [f"({pair.removesuffix('/rows').replace('/', ' and ')})" for pair in report.data["left_out"]]
     command: list[object] = ["-m", "pytest", "-m", "gpu", *TESTS, "--outcomes", log]
     command += ["-o", f"faulthandler_timeout={0.6 * (report.options.silence or SILENCE['triton'])}"]  # before all hang
-    command += ["-k", f"not ({' or '.join(left_out)})"] if left_out else []
+    command += ["-k", f"not ({' or '.join(report.data['left_out'])})"] if report.data["left_out"] else []
     command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
     ended = report.python(*command, limit=LIMITS["tests"], silence=SILENCE["triton"])
     lines = {line["test"]: line for line in objects_in(log.read_text() if log.exists() else "")}
@@ -266,10 +260,8 @@ def tests(report: Report) -> None:
 
 def sanitizer(report: Report) -> None:
     """compute-sanitizer's tools, one by one."""
-    strategies = [pair.partition("/")[2] for pair in report.usable() if pair.startswith("cuda/")]
-    for tool in ("memcheck", "racecheck", "initcheck", "synccheck") if strategies else ():
-        command = ("tests/sanitize.py", "--tools", tool, "--strategies", *strategies)
-        ended = report.python(*command, limit=LIMITS["sanitizer"])
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck") if "cuda" in report.usable() else ():
+        ended = report.python("tests/sanitize.py", "--tools", tool, limit=LIMITS["sanitizer"])
         report.stage[tool] = ended.output[-1000:]
         report.judge(tool, ended)
 
@@ -314,46 +306,42 @@ def tell(fact: dict[str, Any]) -> None:
 
 
 def products(device: Any, shape: str) -> None:
-    """A copy, and the three products of a step over C rows; what the device has no room for says so.
+    """Tells the rate of a copy, and of the three products of a step over C rows, on random numbers: zeros are faster.
 
-    At the pitch of the engine's scratch, whose 16-bit gradients lie over float32 logits; random, since zeros are
-    faster. dweight with and without accumulation, in float32 and in the weight's type.
+    The weight's gradient with and without a sum so far, in float32 and in the weight's type. What the device has no
+    room for says so.
     """
     import torch
 
     from grpo_kernels.benchmarks.cases import parse_shape
     from grpo_kernels.benchmarks.measure import interleave
-    from grpo_kernels.contract import chunk_row_stride
-
-    def median(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        found = interleave(calls, 5, device)
-        return {name: times["median"] for name, times in found.items()}
 
     head, _, width, vocab = parse_shape(shape)
     on_gpu, single, half = device.type == "cuda", torch.float32, torch.bfloat16
     source, target = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
-    copy = functools.partial(target.copy_, source)
+    copy: Callable[[], object] = functools.partial(target.copy_, source)
     copy()
-    tell({"what": "copy", "gigabytes_per_second": 2 * source.nbytes / median({"copy": copy})["copy"] / 1e9})
-    del source, target
-    pitch, mm = chunk_row_stride(vocab, device), functools.partial(functools.partial, torch.mm)
+    seconds = interleave({"copy": copy}, 5, device)["copy"]["median"]
+    tell({"what": "copy", "gigabytes_per_second": 2 * source.nbytes / seconds / 1e9})
+    del source, target, copy
     weight = torch.randn(vocab, width, device=device, dtype=half)
     dweight, narrow = torch.zeros(vocab, width, device=device), torch.zeros_like(weight)
     for rows in PRODUCT_ROWS if on_gpu else (64,):
         h = torch.randn(rows, width, device=device, dtype=half)
-        logits = torch.empty(rows, pitch, device=device)[:, :vocab]
-        dlogits = torch.randn(rows, 2 * pitch, device=device, dtype=half)[:, :vocab]
+        dlogits = torch.randn(rows, vocab, device=device, dtype=half)
+        wide = dict(out_dtype=single)
         calls: dict[str, Callable[[], object]] = {
-            "h W^T, float32": mm(h, weight.T, out_dtype=single, out=logits),
-            "h W^T": mm(h, weight.T),
-            "dlogits W": mm(dlogits, weight),
-            "dlogits W, float32": mm(dlogits, weight, out_dtype=single),
-            "dlogits^T h, added in float32": functools.partial(
-                torch.addmm, dweight, dlogits.T, h, out_dtype=single, out=dweight
-            ),
-            "dlogits^T h, float32": mm(dlogits.T, h, out_dtype=single, out=dweight),
-            "dlogits^T h, added": functools.partial(torch.addmm, narrow, dlogits.T, h, out=narrow),
-            "dlogits^T h": mm(dlogits.T, h),
+            name: functools.partial(function, *given, **options)
+            for name, function, given, options in (
+                ("h W^T, float32", torch.mm, (h, weight.T), wide),
+                ("h W^T", torch.mm, (h, weight.T), {}),
+                ("dlogits W", torch.mm, (dlogits, weight), {}),
+                ("dlogits W, float32", torch.mm, (dlogits, weight), wide),
+                ("dlogits^T h, added in float32", torch.addmm, (dweight, dlogits.T, h), wide | {"out": dweight}),
+                ("dlogits^T h, float32", torch.mm, (dlogits.T, h), wide | {"out": dweight}),
+                ("dlogits^T h, added", torch.addmm, (narrow, dlogits.T, h), {"out": narrow}),
+                ("dlogits^T h", torch.mm, (dlogits.T, h), {}),
+            )
         }
         fact = {"head": head, "rows": rows}
         for name, call in [*calls.items()]:
@@ -362,13 +350,13 @@ def products(device: Any, shape: str) -> None:
             except (RuntimeError, TypeError) as error:
                 del calls[name]
                 tell({"what": name, **fact, "error": str(error).splitlines()[0]})
-        for name, seconds in median(calls).items():
-            rate = 2 * rows * width * vocab / seconds / 1e12
-            tell({"what": name, **fact, "milliseconds": 1e3 * seconds, "teraflops": rate})
+        for name, times in interleave(calls, 5, device).items():
+            rate = 2 * rows * width * vocab / times["median"] / 1e12
+            tell({"what": name, **fact, "milliseconds": 1e3 * times["median"], "teraflops": rate})
 
 
-def kernels(pair: str, device: Any, shape: str) -> None:
-    """One step as the device saw it; of "linear" the log-probabilities alone, for which it is."""
+def kernels(backend: str, device: Any, shape: str) -> None:
+    """Tells how long each kernel took, as the device saw one step, and log-probabilities alone."""
     import torch
     from torch.profiler import profile
 
@@ -377,25 +365,25 @@ def kernels(pair: str, device: Any, shape: str) -> None:
     from grpo_kernels.benchmarks.inputs import make_inputs
     from grpo_kernels.benchmarks.machine import synchronize
 
-    mode = "forward" if pair.endswith("linear") else "step"
-    inputs = make_inputs(make_case(shape, mode=mode), device)
-    step = IMPLEMENTATIONS[f"ours-{pair.replace('/', '-')}"].make_step(inputs, mode)
-    for number in range(2):
-        step(inputs)
-        tell({"what": pair, "head": shape, "warm_up": number})
-    with profile() as profiler:
-        step(inputs)
-        synchronize(device)
-    took: defaultdict[str, list[float]] = defaultdict(list)
-    begin, end = math.inf, -math.inf
-    for event in profiler.events() or ():
-        if event.device_type != torch.autograd.DeviceType.CPU or device.type == "cpu":
-            begin, end = min(begin, event.time_range.start), max(end, event.time_range.end)
+    for mode in ("step", "forward"):
+        inputs = make_inputs(make_case(shape, mode=mode), device)
+        step, fact = IMPLEMENTATIONS[f"ours-{backend}"].make_step(inputs, mode), {"what": backend, "head": shape}
+        for number in range(2):
+            step(inputs)
+            tell(fact | {"warm_up": number})
+        with profile() as profiler:
+            step(inputs)
+            synchronize(device)
+        host = torch.autograd.DeviceType.CPU
+        events = [e for e in profiler.events() or () if e.device_type != host or device.type == "cpu"]
+        took: defaultdict[str, list[float]] = defaultdict(list)
+        for event in events:
             took[event.name[:120]].append(event.time_range.elapsed_us() / 1e3)
-    rows = sorted(((sum(times), len(times), name) for name, times in took.items()), reverse=True)
-    found = [dict(milliseconds=milliseconds, calls=calls, name=name) for milliseconds, calls, name in rows]
-    total = (end - begin) / 1e3 if took else None  # what kernels do not take is idle
-    tell({"what": pair, "head": shape, "mode": mode, "milliseconds": total, "kernels": found})
+        rows = sorted(((sum(times), len(times), name) for name, times in took.items()), reverse=True)
+        ends = [getattr(event.time_range, end) for event in events for end in ("start", "end")]
+        total = (max(ends) - min(ends)) / 1e3 if ends else None  # what kernels do not take is idle
+        found = [dict(milliseconds=milliseconds, calls=calls, name=name) for milliseconds, calls, name in rows]
+        tell(fact | {"mode": mode, "milliseconds": total, "kernels": found})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -437,8 +425,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.save()
     for name, stage in stages.items():
         print(f"{name:10} {stage['status']:8} {stage['seconds']:6.0f} s  {len(stage.get('failures', ()))} failures")
-    for pair, reason in report.data["left_out"].items():
-        print(f"left out: {pair}: {reason[:200]}")
+    for name, reason in report.data["left_out"].items():
+        print(f"left out: {name}: {reason[:200]}")
     print(f"report: {report.path}")
     return 0 if all(stage["status"] == "ok" for stage in stages.values()) else 1
 

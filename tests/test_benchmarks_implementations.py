@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from grpo_kernels.benchmarks import implementations
 from grpo_kernels.benchmarks.cases import DIVERGENCES, MODES, make_case
-from grpo_kernels.benchmarks.implementations import (
-    IMPLEMENTATIONS,
-    Implementation,
-    Result,
-    Unsupported,
-    base,
-    select,
-)
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Unsupported, peers, select
 from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")  # one may name a device that is not there
+CPU = torch.device("cpu")
 PEERS = ("trl", "liger", "liger-native", "verl", "verl-torch", "cut-cross-entropy", "quack")
 SERVE = {"floor", "eager", "compiled", "ours", "ours-torch"}  # wherever torch runs
 COMPILED = {"compiled", "liger", "cut-cross-entropy"}  # by torch.compile, which takes seconds
@@ -50,13 +45,11 @@ def check(implementation: Implementation, inputs: Inputs, mode: str) -> None:
     [(name, mode) for name in IMPLEMENTATIONS for mode in MODES if name not in COMPILED or mode == "step"],
 )
 def test_each_is_right_or_refused_with_a_sentence(name: str, mode: str) -> None:
-    reason = IMPLEMENTATIONS[name].unavailable_reason(CPU, torch.float32)
-    if reason is None:
-        try:
-            check(IMPLEMENTATIONS[name], inputs_of(mode), mode)
-        except Unsupported as unsupported:
-            reason = str(unsupported)
-    assert reason is None or (len(reason.split()) > 2 and "\n" not in reason and name not in SERVE)
+    try:
+        check(IMPLEMENTATIONS[name], inputs_of(mode), mode)
+    except Unsupported as unsupported:
+        reason = str(unsupported)
+        assert len(reason.split()) > 2 and "\n" not in reason and name not in SERVE
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -93,12 +86,26 @@ def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:
 )
 def test_missing_and_broken_packages_are_reasons(monkeypatch: pytest.MonkeyPatch, error: Exception, start: str) -> None:
     """On what looks like a Hopper GPU, so that nothing else is a reason."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(implementations, "need_nvidia", lambda *needed: None)
+    monkeypatch.setattr(peers, "need_nvidia", lambda *needed: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(base, "load", mock.Mock(side_effect=error))
+    monkeypatch.setattr(implementations, "importlib", mock.Mock(**{"import_module.side_effect": error}))
+    monkeypatch.setattr(implementations, "_load_verl", mock.Mock(side_effect=error))
     for name in PEERS:
-        reason = IMPLEMENTATIONS[name].unavailable_reason(GPU, torch.bfloat16)
-        assert reason is not None and reason.startswith(start) and "\n" not in reason
+        with pytest.raises(Unsupported, match=re.escape(start)) as refused:
+            IMPLEMENTATIONS[name].make_step(inputs_of("step", dtype="bfloat16"), "step")
+        assert "\n" not in str(refused.value)
+
+
+def test_a_gpu_has_to_be_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="needs an NVIDIA GPU"):
+        IMPLEMENTATIONS["quack"].make_step(inputs_of("step"), "step")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    on_gpu = mock.Mock(**{"hidden.is_cuda": True})
+    with pytest.raises(Unsupported, match=r"needs compute capability 9\.0, this is 8\.6"):
+        implementations.need_nvidia(on_gpu, (9, 0))
+    implementations.need_nvidia(on_gpu, (8, 6))
 
 
 # --- sampling masks ---------------------------------------------------------------------------------------------------

@@ -23,17 +23,21 @@ if not any(word in " ".join(sys.orig_argv) for word in ("pytest", "--stages", "s
     from grpo_kernels.backends.pytorch.backend import TorchBackend
 
     class Faulty(TorchBackend):
-        name = "triton"
-
         def single_pass(self, chunk, table, gradients=None):
             super().single_pass(chunk, table, gradients)
             if chunk.logits.shape[1] > 1000:
                 os._exit(7)
-            if gradients is not None and os.environ.get("GRPO_KERNELS_STRATEGY") == "linear":
+            if gradients is not None and self.name == "cuda":
                 gradients.dlogits[:, ::2] = 0
 
+    def make(name):
+        faulty = Faulty()
+        faulty.name = name
+        return faulty, ""
+
     entry = backends._REGISTRY["torch"]
-    backends._REGISTRY["triton"] = entry._replace(load=lambda: (Faulty(), ""), devices=("cpu",))
+    for name in ("cuda", "triton"):
+        backends._REGISTRY[name] = entry._replace(load=lambda name=name: make(name), devices=("cpu",))
 """
 # Two for each worker; those of 2 and 3 are for the worker that comes after.
 TESTS = """
@@ -42,14 +46,14 @@ import os, time, pytest
 broken = False
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what", ["passes", "crashes", "hangs", "2", "fails", "3", "4", "5", "of-triton-linear"])
+@pytest.mark.parametrize("what", ["passes", "crashes", "hangs", "2", "fails", "3", "4", "5", "of-cuda"])
 def test_of_a_device(what):
     global broken
     if what == "crashes": os._exit(3)
     if what == "hangs": time.sleep(600)
     broken = broken or what == "fails"
     assert not broken, "CUDA error: an illegal memory access was encountered"
-    assert "linear" not in what
+    assert "cuda" not in what
 """
 
 
@@ -61,10 +65,7 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     tests.write_text(TESTS)
     (tests.parent / "conftest.py").write_text('pytest_plugins = ["outcomes"]\n')
     output, built = tmp_path / "gpu.json", {"status": "ok", "seconds": 1.0}
-    left_out = dict.fromkeys(
-        [*(f"cuda/{strategy}" for strategy in gpu.STRATEGIES), "triton/anchored"], "backend cuda: not built"
-    )
-    resumed = {"environment": {}, "sources": gpu.digest_of_sources(), "left_out": left_out, "stages": {"build": built}}
+    resumed = {"environment": {}, "sources": gpu.digest_of_sources(), "left_out": {}, "stages": {"build": built}}
     output.write_text(json.dumps(resumed))
     stages = ["check", "headline", "tests"]
     command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--device", "cpu", "--shapes", "tiny:64", "--resume"]
@@ -78,19 +79,18 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     found = json.loads(output.read_text())
     assert ended.returncode == 1 and found["stages"]["build"] == built
     assert {name: found["stages"][name]["status"] for name in stages} == dict.fromkeys(stages, "failed")
-    assert found["stages"]["check"]["triton/rows"] == found["stages"]["check"]["torch/rows"] == "ok"
-    reasons = {pair: reason for pair, reason in found["left_out"].items() if pair not in left_out}
-    assert set(reasons) == {"triton/linear", "triton/rows"}
-    assert "3 lines failed" in reasons["triton/linear"] and "ended with 7" in reasons["triton/rows"]
+    assert found["stages"]["check"]["triton"] == found["stages"]["check"]["torch"] == "ok"
+    assert set(found["left_out"]) == {"cuda", "triton"}
+    assert "lines failed" in found["left_out"]["cuda"] and "ended with 7" in found["left_out"]["triton"]
     (case,) = found["headline"]["cases"]
-    assert {name for name, one in case["implementations"].items() if "seconds" in one} == {"ours", "floor"}
+    assert {name for name, one in case["implementations"].items() if "seconds" in one} == {"floor"}
     assert found["stages"]["headline"]["not_run"] == [] and found["stages"]["tests"]["not_run"] == 0
     assert found["stages"]["tests"]["counts"] == {"passed": 5, "failed": 3}
     failed = found["stages"]["tests"]["failures"]
     assert all(any(f"[{what}]" in line for line in failed) for what in ("crashes", "hangs", "fails"))
     assert "Timeout (0:00:18)" in output.with_suffix(".log").read_text()
-    assert not any("linear" in name for name in found["tests"])
-    assert "left out: triton/rows: headline tiny step: ours-triton-rows: " in ended.stdout
+    assert not any("cuda" in name for name in found["tests"])
+    assert "left out: triton: headline tiny step: ours-triton: " in ended.stdout
 
 
 def packed_peers(folder: Path, content: str) -> list[Path]:

@@ -208,7 +208,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
         "cpu": _jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, length=256),
         "cuda": [
             *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
-            *_jobs("llama-3-8b:16384", (*BARE, "ours-*-linear", "trl"), mode="forward"),
+            *_jobs("llama-3-8b:16384", (*BARE, "ours-*", "trl"), mode="forward"),
             *_jobs(_GPU_HEADS[1:], PEERS),
             *_jobs("qwen2.5-7b:16384", (*BARE, "trl"), mode="frozen"),
             *_jobs("llama-3-8b:16384", MASKED, kept_ids=32),
@@ -217,7 +217,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs(_counts("qwen2.5-1.5b", 1024), BARE),
         ],
     },
-    # Every backend and strategy of this library beside the three bare products.
+    # Every backend of this library beside the three bare products.
     "headline": {
         "cpu": _jobs("smollm2-135m:2048", ("ours", "ours-cpu", "ours-torch", "floor"), dtype=BOTH, length=256),
         "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda*", "ours-triton*", "ours-sparse", "floor")),
