@@ -4,7 +4,7 @@
     python bench/gpu.py --output out/gpu.json --minutes 5 --resume --peers FOLDER --stages build benchmark trl_step
     python bench/gpu.py --output out/gpu.json --resume --stages events sanitizer
 
-Every command is a process with a limit of time and of silence. What hangs, crashes or gives wrong results is named and
+Every command is a process with a limit of time. What hangs, crashes or gives wrong results is named and
 its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
 --resume keeps stages that came to an end with the same sources. The build is always made; it compiles what changed.
 """
@@ -36,9 +36,10 @@ ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = ("cuda", "triton")
 HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
-# Of one command, in seconds. Triton compiles in silence; what CUDA's kernels do takes less.
-LIMITS = dict(build=300, check=120, headline=150, events=90, tests=200, sanitizer=200, trl_step=150, distillation=200)
-SILENCE = {"cuda": 45.0, "triton": 150.0, "torch": 150.0, "products": 60.0}
+# Of one command, in seconds: Triton compiles for minutes. Of what says nothing, in the benchmark and in pytest.
+LIMITS = dict(build=300, check=120, headline=150, products=60, events=90, tests=200, sanitizer=200, trl_step=150)
+LIMITS |= dict(distillation=200)
+SILENCE = 90.0
 VARIANTS = ("unscored", "unmasked", "sparse", "tail", "renormalize")  # of "ours", which take the backend of "auto"
 # Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
 BENCHES = {"headline": ("headline", 5), "benchmark": ("targets", 5), "distillation": ("teacher", 3)}
@@ -48,11 +49,11 @@ UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
 
 
 class Ended(NamedTuple):
-    """How a command ended: its output, and why it failed, in a line, or nothing. `limit`: its time was up."""
+    """How a command ended: its output, and why it failed, in a line, or nothing. `is_over`: the time of all was up."""
 
     output: str
     failure: str = ""
-    limit: bool = False
+    is_over: bool = False
 
 
 class Report:
@@ -85,7 +86,7 @@ class Report:
     def judge(self, what: str, ended: Ended, backend: str = "") -> Ended:
         """Records the failure of a command, if it is one; to be out of time is not the fault of its backend."""
         if ended.failure:
-            self.fail(f"{what}: {ended.failure}", "" if ended.limit else backend)
+            self.fail(f"{what}: {ended.failure}", "" if ended.is_over else backend)
         return ended
 
     def usable(self) -> Iterator[str]:
@@ -94,41 +95,34 @@ class Report:
             if name not in self.data["left_out"]:
                 yield name
 
-    def python(self, *arguments: object, limit: float, silence: float = math.inf) -> Ended:
+    def python(self, *arguments: object, limit: float = math.inf) -> Ended:
         """Runs this Python at the root; it and all that it started are killed at a limit."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, *map(str, arguments)]
-        limit = min(limit, self.end - time.monotonic())
-        silence = self.options.silence or silence if silence < math.inf else silence
-        start, stopped, size = time.monotonic(), "", 0
-        heard = start
-        said = tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=f"{self.path.stem}.")  # noqa: SIM115
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            while process.poll() is None and not stopped:
-                time.sleep(0.05)
-                if os.fstat(said.fileno()).st_size != size:
-                    size, heard = os.fstat(said.fileno()).st_size, time.monotonic()
-                if time.monotonic() - start >= limit:
-                    stopped = f"stopped after {limit:.0f} s"
-                elif time.monotonic() - heard >= silence:
-                    stopped = f"hangs: stopped after {silence:.0f} s of silence"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(10)  # what a driver holds does not die at once
-            text = Path(said.name).read_bytes()
-            said.close()
-            with self.path.with_suffix(".log").open("ab") as log:
-                log.write(f"\n--- {' '.join(command)[:300]}\n".encode() + text)
+        left, why = self.end - time.monotonic(), ""
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                process.wait(min(limit, left))
+            except subprocess.TimeoutExpired:
+                why = f"stopped after {min(limit, left):.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(10)  # what a driver holds does not die at once
+                said.seek(0)
+                text = said.read()
+                with self.path.with_suffix(".log").open("ab") as log:
+                    log.write(f"\n--- {' '.join(command)[:300]}\n".encode() + text)
         output = text.decode(errors="replace")
-        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
-        failure = stopped or (f"exit status {process.returncode}: {last[:300]}" if process.returncode else "")
-        return Ended(output, failure, stopped.startswith("stopped"))
+        if process.returncode and not why:
+            last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
+            why = f"exit status {process.returncode}: {last[:300]}"
+        return Ended(output, why, left < limit and why.startswith("stopped"))
 
 
 def digest_of_sources() -> str:
@@ -156,32 +150,21 @@ def build(report: Report) -> None:
     if report.options.peers and (lacking := unpack(report.options.peers)):
         report.fail(f"peers: missing or damaged in {report.options.peers}: {', '.join(lacking)}")
     if not report.options.built:
-        compile_kernels(report)
+        report.judge("build", report.python("setup.py", "build_ext", "--inplace", limit=LIMITS["build"]))
     left_out = report.data["left_out"]
     report.data["left_out"] = {name: why for name, why in left_out.items() if not why.startswith(UNAVAILABLE)}
-    ended = report.python(__file__, "--probe", "environment", "--device", report.options.device, limit=120)
-    found = report.data["environment"] = next(objects_in(ended.output), {})
+    ended = report.python("-m", "grpo_kernels", "env", "--json", limit=120)
+    found = report.data["environment"] = json.loads(ended.output[ended.output.find("\n{") + 1 :] or "{}")
     for name in BACKENDS:
         if reason := found.get("backends", {}).get(name, ended.failure):
             report.fail(f"{UNAVAILABLE}{name}: {reason}", name)
-
-
-def compile_kernels(report: Report) -> None:
-    pip = ("-m", "pip", "install", "-v", "--no-index", "--no-build-isolation", "--no-deps", "-e", ".")
-    for command in (pip, ("setup.py", "build_ext", "--inplace")):  # the second where pip may not write
-        ended = report.python(*command, limit=LIMITS["build"])
-        report.stage["said"] = ended.output[-4000:]
-        if not ended.failure:
-            return
-    report.fail(f"build: {ended.failure}")
 
 
 def check(report: Report) -> None:
     """`grpo-kernels check` for each backend, side by side: nothing is timed."""
 
     def checked(name: str) -> Ended:
-        command = ("-m", "grpo_kernels", "check", "--quick", "--backend", name)
-        return report.python(*command, limit=LIMITS["check"], silence=SILENCE[name])
+        return report.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
 
     names = [*report.usable(), "torch"]
     with ThreadPoolExecutor(len(names)) as pool:
@@ -201,7 +184,7 @@ def bench(report: Report, stage: str) -> None:
     minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", rounds, "--no-figures"]
     command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
-    command += ["--silence", report.options.silence or 90]
+    command += ["--silence", report.options.silence]
     excluded = [f"ours-{backend}" for backend in left_out]
     if not left_out.get("cuda", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
         excluded += ["ours", *(f"ours-{variant}" for variant in VARIANTS)]
@@ -228,7 +211,7 @@ def probes(report: Report, stage: str, names: Iterable[str] | None = None) -> No
     for name in names or report.usable():
         command = [__file__, "--probe", name, "--device", report.options.device]
         command += ["--shapes", *(report.options.shapes or HEADS)]
-        ended = report.python(*command, limit=LIMITS["events"], silence=SILENCE[name])
+        ended = report.python(*command, limit=LIMITS[stage])
         found += objects_in(ended.output)
         report.judge(f"{stage} {name}", ended, name)
         report.save()
@@ -240,14 +223,14 @@ def tests(report: Report) -> None:
     log = report.path.with_suffix(".tests.jsonl")
     log.unlink(missing_ok=True)
     command: list[object] = ["-m", "pytest", "-m", "gpu", *TESTS, "--outcomes", log]
-    command += ["-o", f"faulthandler_timeout={0.6 * (report.options.silence or SILENCE['triton'])}"]  # before all hang
+    command += ["-o", f"faulthandler_timeout={report.options.silence}"]  # before all hang
     command += ["-k", f"not ({' or '.join(report.data['left_out'])})"] if report.data["left_out"] else []
     command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
-    ended = report.python(*command, limit=LIMITS["tests"], silence=SILENCE["triton"])
+    ended = report.python(*command, limit=LIMITS["tests"])
     lines = {line["test"]: line for line in objects_in(log.read_text() if log.exists() else "")}
     rest = [name for name, line in lines.items() if line["outcome"] in ("selected", "begun")]
     done |= {name: f"{line['outcome']}: {line['said']}" for name, line in lines.items() if name not in rest}
-    if ended.failure and not ended.limit:  # pytest itself was ended, and not by its time
+    if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself was ended, and not by its time
         done |= {name: f"failed: {ended.failure}" for name in rest if lines[name]["outcome"] == "begun"}
     for name, outcome in done.items():
         if outcome.startswith("failed"):
@@ -286,26 +269,11 @@ DEFAULT_STAGES = ("build", "check", "tests", "headline", "products")
 # --- what runs on the device, in a process of its own -----------------------------------------------------------------
 
 
-def probe(name: str, device_name: str, shapes: Sequence[str]) -> None:
-    import torch
-
-    from grpo_kernels.backends import registered_backends, unavailable_reason
-    from grpo_kernels.benchmarks.machine import environment
-
-    device = torch.device(device_name)
-    if name == "environment":
-        reasons = {backend: unavailable_reason(backend, device) for backend in registered_backends()}
-        tell(environment(device) | {"backends": reasons})
-        return
-    for shape in shapes:
-        products(device, shape) if name == "products" else kernels(name, device, shape)
-
-
 def tell(fact: dict[str, Any]) -> None:
     print(json.dumps(fact, default=str), flush=True)
 
 
-def products(device: Any, shape: str) -> None:
+def products(device_name: str, shape: str) -> None:
     """Tells the rate of a copy, and of the three products of a step over C rows, on random numbers: zeros are faster.
 
     The weight's gradient with and without a sum so far, in float32 and in the weight's type. What the device has no
@@ -316,6 +284,7 @@ def products(device: Any, shape: str) -> None:
     from grpo_kernels.benchmarks.cases import parse_shape
     from grpo_kernels.benchmarks.measure import interleave
 
+    device = torch.device(device_name)
     head, _, width, vocab = parse_shape(shape)
     on_gpu, single, half = device.type == "cuda", torch.float32, torch.bfloat16
     source, target = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
@@ -355,7 +324,7 @@ def products(device: Any, shape: str) -> None:
             tell({"what": name, **fact, "milliseconds": 1e3 * times["median"], "teraflops": rate})
 
 
-def kernels(backend: str, device: Any, shape: str) -> None:
+def kernels(backend: str, device_name: str, shape: str) -> None:
     """Tells how long each kernel took, as the device saw one step, and log-probabilities alone."""
     import torch
     from torch.profiler import profile
@@ -365,6 +334,7 @@ def kernels(backend: str, device: Any, shape: str) -> None:
     from grpo_kernels.benchmarks.inputs import make_inputs
     from grpo_kernels.benchmarks.machine import synchronize
 
+    device = torch.device(device_name)
     for mode in ("step", "forward"):
         inputs = make_inputs(make_case(shape, mode=mode), device)
         step, fact = IMPLEMENTATIONS[f"ours-{backend}"].make_step(inputs, mode), {"what": backend, "head": shape}
@@ -397,14 +367,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", help="instead of the heads of each stage")
     parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--silence", type=float, help="seconds until a command hangs, instead of those by backend")
+    parser.add_argument("--silence", type=float, default=SILENCE, help="seconds after which a test or a step hangs")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.device.startswith("cuda") and shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         print("gpu.py needs an NVIDIA GPU: this machine has neither nvidia-smi nor its driver", file=sys.stderr)
         return 2
     if options.probe:
-        probe(options.probe, options.device, options.shapes or HEADS)
+        for shape in options.shapes or HEADS:
+            products(options.device, shape) if options.probe == "products" else kernels(
+                options.probe, options.device, shape
+            )
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed then, and the report written
     report = Report(options)

@@ -69,7 +69,7 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     output.write_text(json.dumps(resumed))
     stages = ["check", "headline", "tests"]
     command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--device", "cpu", "--shapes", "tiny:64", "--resume"]
-    command += ["--silence", "30", "--output", str(output), "--tests", str(tests), "--stages", *stages]
+    command += ["--silence", "15", "--output", str(output), "--tests", str(tests), "--stages", *stages]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
     try:
@@ -88,7 +88,7 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     assert found["stages"]["tests"]["counts"] == {"passed": 5, "failed": 3}
     failed = found["stages"]["tests"]["failures"]
     assert all(any(f"[{what}]" in line for line in failed) for what in ("crashes", "hangs", "fails"))
-    assert "Timeout (0:00:18)" in output.with_suffix(".log").read_text()
+    assert "Timeout (0:00:15)" in output.with_suffix(".log").read_text()
     assert not any("cuda" in name for name in found["tests"])
     assert "left out: triton: headline tiny step: ours-triton: " in ended.stdout
 
