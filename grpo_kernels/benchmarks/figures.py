@@ -70,9 +70,9 @@ def time(document: Document) -> Figure | None:
     for case in document["cases"]:
         of, entries = case["case"], case["implementations"].items()
         special = of["idle_share"], of.get("kept_ids"), of.get("divergence"), not of["beta"], of["head"] == "custom"
-        ratios = [(_value(entry, "ratio_to_floor"), name, entry) for name, entry in entries if _is_peer(name)]
-        rows = sorted((ratio, name, entry) for ratio, name, entry in ratios if ratio is not None)
-        if of["mode"] == "step" and not any(special) and any(name != "ours" for _, name, _ in rows):
+        ratios = [(_value(entry, "ratio_to_floor"), name, entry["title"]) for name, entry in entries if _is_peer(name)]
+        rows = sorted((ratio, name, title) for ratio, name, title in ratios if ratio is not None)
+        if of["mode"] == "step" and not any(special) and len(rows) > 1:
             panels.append((of, rows))
     if not panels:
         return None
@@ -80,19 +80,14 @@ def time(document: Document) -> Figure | None:
     title = "Time over that of the bare matrix products: forward and backward"
     figure, axes = sheet(document, title, len(panels), height)
     for axis, (fields, rows) in zip(axes, panels, strict=True):
-        labels = []
-        for y, (median, name, entry) in enumerate(rows):
-            labels.append(f"{entry['title']}: {OUT_OF_MEMORY}")
-            if median < math.inf:
-                seconds = entry["seconds"]
-                ends = [min(median * seconds[end] / seconds["median"], CUT) for end in ("min", "max")]
-                axis.plot(ends, [y, y], color=_colour(name), alpha=0.5, linewidth=2.5)
-                axis.plot([min(median, CUT)], [y], "o" if median < CUT else ">", color=_colour(name))
-                labels[-1] = f"{entry['title']}  {median:.2f}×"
-        axis.set(title=_describe(fields), xlabel="time over that of the bare products", ylim=(len(rows) - 0.4, -0.6))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
-        axis.set_yticks(range(len(labels)), labels)
+        lengths = [min(ratio, CUT) for ratio, *_ in rows]
+        axis.barh(range(len(rows)), lengths, color=[_colour(name) for _, name, _ in rows], height=0.6)
+        labels = [
+            f"{title}  {ratio:.2f}×" if ratio < math.inf else f"{title}: {OUT_OF_MEMORY}" for ratio, _, title in rows
+        ]
+        axis.set_yticks(range(len(rows)), labels)
         axis.yaxis.tick_right()
+        axis.set(title=_describe(fields), xlabel="time over that of the bare products", ylim=(len(rows) - 0.4, -0.6))
         axis.axvline(1.0, color="black", linewidth=0.8)
     return figure
 
