@@ -252,7 +252,7 @@ def sanitizer(report: Report) -> None:
 def trl_step(report: Report) -> None:
     """A micro-batch of TRL's trainer, with and without this package."""
     output = report.path.with_suffix(".trl.json")
-    command = ("bench/trl_step.py", "--device", report.options.device, "--settings", "dapo", "--output", output)
+    command = ("bench/trl_step.py", "--device", report.options.device, "--output", output)
     report.judge("trl_step", report.python(*command, limit=LIMITS["trl_step"]))
     if output.exists():
         report.data["trl_step"] = json.loads(output.read_text())
