@@ -35,9 +35,6 @@ TRAINERS = {
 CAPTIONS = {  # by how a picture's name ends
     "time": "Time of a step over that of the three bare products",
     "sweeps-memory": "Peak memory against the length of completions; a cross is out of memory",
-    "idle": "Time against the share of prompts whose rewards are all equal",
-    "tokens": "Time against the number of tokens",
-    "kept": "Time with sampling masks",
     "gpu-memory": "Memory of a step over its time: Llama-3-8B (circles), Qwen2.5-7B (squares), Qwen2.5-1.5B "
     "(triangles), Gemma-2-2B (diamonds)",
     "reward": "Evaluated reward over minutes and steps",
@@ -57,9 +54,8 @@ LEARNING_PANELS = (
 def main() -> None:
     documents = {name: load(name) for name in FILES}
     pictures = {}
-    for name in FILES[:4]:
-        without = ("time",) if name == "cpu-sweeps.json" else ()
-        pictures[name] = [path.name for path in draw(documents[name], FIGURES, f"{Path(name).stem}-", without)]
+    for name, wanted in (("cpu.json", "time"), ("cpu-sweeps.json", "memory"), ("gpu-h200.json", "time")):
+        pictures[name] = [path.name for path in draw(documents[name], FIGURES, f"{Path(name).stem}-", wanted)]
     draw_gpu_memory({"NVIDIA H100": documents[LAB], "NVIDIA H200": documents["gpu-h200.json"]})
     pictures[LAB] = ["gpu-memory.png"]
     learning = read(RESULTS / "trainer/time-to-reward.json")
