@@ -212,15 +212,6 @@ def wrong_contents(wheel: Wheel) -> list[str]:
     return problems
 
 
-def unpack(wheel: Wheel) -> list[Path]:
-    """Its modules."""
-    folder = WORK / "unpacked"
-    shutil.rmtree(folder, ignore_errors=True)
-    with zipfile.ZipFile(wheel.file) as file:
-        file.extractall(folder)
-    return sorted(folder.rglob("*.so"))
-
-
 def broken_promises(wheel: Wheel, tools: Path) -> list[str]:
     """Returns where its modules need a later C library than its tag says, or libraries that not every Linux has."""
     if wheel.variant == "pure":
@@ -233,37 +224,29 @@ def broken_promises(wheel: Wheel, tools: Path) -> list[str]:
     return [f"is linked with {' '.join(foreign)}"] if foreign else []
 
 
-def install_and_check(wheel: Wheel, python: Path) -> None:
-    """Installs it from its folder, and runs its own check."""
+def try_it(wheel: Wheel, python: Path, has_torch: bool) -> None:
+    """Installs it from its folder; runs its own check, or without torch imports its modules."""
     target = WORK / "installed"
     shutil.rmtree(target, ignore_errors=True)
     options = ("--isolated", "install", "--no-deps", "--no-index", "--find-links", wheel.file.parent)
     run(python, "-m", "pip", *options, "--target", target, "grpo-kernels")
-    print(run(target / "bin" / "grpo-kernels", "check", env={"PYTHONPATH": str(target)}, cwd=WORK), flush=True)
-
-
-def import_modules(wheel: Wheel) -> None:
-    """For a Python without torch: the compiled modules alone."""
-    load = (
-        "import importlib.util, sys\n"
-        "for name, path in zip(sys.argv[1::2], sys.argv[2::2]):\n"
-        "    spec = importlib.util.spec_from_file_location(f'grpo_kernels.{name}', path)\n"
-        "    spec.loader.exec_module(importlib.util.module_from_spec(spec))"
-    )
-    modules = [part for module in unpack(wheel) for part in (module.name.split(".")[0], module)]
-    run(WORK / f"python{wheel.python}" / "bin" / "python", "-c", load, *modules)
+    if has_torch:
+        print(run(target / "bin" / "grpo-kernels", "check", env={"PYTHONPATH": str(target)}, cwd=WORK), flush=True)
+    else:
+        modules = [path.name.split(".")[0] for path in (target / "grpo_kernels").glob("*.so")]
+        run(python, "-c", f"import {', '.join(modules)}", env={"PYTHONPATH": str(target / "grpo_kernels")}, cwd=WORK)
+    print(f"--- {wheel.file.name}: {'installed and checked' if has_torch else 'imported'}", flush=True)
 
 
 def complaints(wheel: Wheel, builder: Builder, with_torch: Path) -> list[str]:
-    """What is wrong with it, in lines."""
+    """Returns what is wrong with it, in lines."""
     problems = wrong_contents(wheel) + broken_promises(wheel, builder.tools)
     if wheel.machine not in (platform.machine(), "any"):
         print(f"--- {wheel.file.name}: not run on this {platform.machine()}", flush=True)
         return problems
-    checks = wheel.python == builder.first
+    has_torch = wheel.python == builder.first
     try:
-        install_and_check(wheel, with_torch) if checks else import_modules(wheel)
-        print(f"--- {wheel.file.name}: {'installed and checked' if checks else 'imported'}", flush=True)
+        try_it(wheel, with_torch if has_torch else WORK / f"python{wheel.python}" / "bin" / "python", has_torch)
     except Failure as failure:
         problems.append(str(failure))
     return problems
