@@ -154,7 +154,10 @@ def build(report: Report) -> None:
     left_out = report.data["left_out"]
     report.data["left_out"] = {name: why for name, why in left_out.items() if not why.startswith(UNAVAILABLE)}
     ended = report.python("-m", "grpo_kernels", "env", "--json", limit=120)
-    found = report.data["environment"] = json.loads(ended.output[ended.output.find("\n{") + 1 :] or "{}")
+    found: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # it failed; warnings may stand before and after the JSON
+        found, _ = json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])
+    report.data["environment"] = found
     for name in BACKENDS:
         if reason := found.get("backends", {}).get(name, ended.failure):
             report.fail(f"{UNAVAILABLE}{name}: {reason}", name)
