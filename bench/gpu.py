@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -30,9 +32,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_peers import PEERS, unpack
-
 ROOT = Path(__file__).resolve().parents[1]
+# QuACK imports only from a folder of this name: it takes what lies in another for code that may change.
+PEERS = ROOT / "build" / "gpu" / "site-packages"
 BACKENDS = ("cuda", "triton")
 HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
@@ -140,6 +142,29 @@ def objects_in(output: str) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             if line.startswith("{"):
                 yield json.loads(line)
+
+
+def unpack(folder: Path, target: Path = PEERS) -> list[str]:
+    """Puts the parts of `make gpu-peers` in `folder` together, in `target`, unless that was done before.
+
+    The parts may have come one by one. Returns the names of what is missing or damaged; then nothing is unpacked.
+    """
+    sums, unpacked = folder / "SHA256SUMS", target / "SHA256SUMS"
+    if not sums.is_file():
+        return [sums.name]
+    if unpacked.is_file() and unpacked.read_bytes() == sums.read_bytes():
+        return []
+    digests = {name: digest for digest, name in map(str.split, sums.read_text().splitlines())}
+    parts = {name: (folder / name).read_bytes() for name in digests if (folder / name).is_file()}
+    lacking = [name for name in digests if hashlib.sha256(parts.get(name, b"")).hexdigest() != digests[name]]
+    if not lacking:
+        shutil.rmtree(target, ignore_errors=True)
+        with tarfile.open(fileobj=io.BytesIO(b"".join(parts.values())), mode="r:xz") as archive:
+            archive.extractall(target, filter="data")
+        # Python reads .pth files in its own folders alone; a module of this name it imports when it starts.
+        (target / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(target)!r})\n")
+        shutil.copyfile(sums, unpacked)
+    return lacking
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -289,7 +314,7 @@ def products(device_name: str, shape: str) -> None:
 
     device = torch.device(device_name)
     head, _, width, vocab = parse_shape(shape)
-    on_gpu, single, half = device.type == "cuda", torch.float32, torch.bfloat16
+    on_gpu, half = device.type == "cuda", torch.bfloat16
     source, target = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
     copy: Callable[[], object] = functools.partial(target.copy_, source)
     copy()
@@ -301,20 +326,16 @@ def products(device_name: str, shape: str) -> None:
     for rows in PRODUCT_ROWS if on_gpu else (64,):
         h = torch.randn(rows, width, device=device, dtype=half)
         dlogits = torch.randn(rows, vocab, device=device, dtype=half)
-        wide = dict(out_dtype=single)
-        calls: dict[str, Callable[[], object]] = {
-            name: functools.partial(function, *given, **options)
-            for name, function, given, options in (
-                ("h W^T, float32", torch.mm, (h, weight.T), wide),
-                ("h W^T", torch.mm, (h, weight.T), {}),
-                ("dlogits W", torch.mm, (dlogits, weight), {}),
-                ("dlogits W, float32", torch.mm, (dlogits, weight), wide),
-                ("dlogits^T h, added in float32", torch.addmm, (dweight, dlogits.T, h), wide | {"out": dweight}),
-                ("dlogits^T h, float32", torch.mm, (dlogits.T, h), wide | {"out": dweight}),
-                ("dlogits^T h, added", torch.addmm, (narrow, dlogits.T, h), {"out": narrow}),
-                ("dlogits^T h", torch.mm, (dlogits.T, h), {}),
-            )
-        }
+        calls: dict[str, Callable[[], object]] = {}
+        for name, a, b in (("h W^T", h, weight.T), ("dlogits W", dlogits, weight), ("dlogits^T h", dlogits.T, h)):
+            calls[name] = functools.partial(torch.mm, a, b)
+            calls[f"{name}, float32"] = functools.partial(torch.mm, a, b, out_dtype=torch.float32)
+        for name, total, options in (
+            ("added", narrow, {}),
+            ("added in float32", dweight, {"out_dtype": torch.float32}),
+        ):
+            added = functools.partial(torch.addmm, total, dlogits.T, h, out=total, **options)
+            calls[f"dlogits^T h, {name}"] = added
         fact = {"head": head, "rows": rows}
         for name, call in [*calls.items()]:
             try:

@@ -12,7 +12,6 @@ import tarfile
 from pathlib import Path
 
 import gpu
-import gpu_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 # Python imports this when it starts. The crash at large vocabularies is found by the headline, not by the check.
@@ -113,16 +112,16 @@ def packed_peers(folder: Path, content: str) -> list[Path]:
 
 def test_peers_are_unpacked_when_all_parts_are_there_and_python_finds_them(tmp_path):
     folder, target = tmp_path / "parts", tmp_path / "site-packages"
-    assert gpu_peers.unpack(folder, target) == ["SHA256SUMS"]
+    assert gpu.unpack(folder, target) == ["SHA256SUMS"]
     _, second, third = packed_peers(folder, "value = 1")
     third.unlink()
     second.write_bytes(second.read_bytes()[:-1])
-    assert gpu_peers.unpack(folder, target) == ["part-01", "part-02"] and not target.exists()
+    assert gpu.unpack(folder, target) == ["part-01", "part-02"] and not target.exists()
     for value in (1, 2):  # the second replaces the first
         packed_peers(folder, f"value = {value}")
-        assert gpu_peers.unpack(folder, target) == []
+        assert gpu.unpack(folder, target) == []
         command = [sys.executable, "-c", "import a_peer; print(a_peer.value)"]
         environment = os.environ | {"PYTHONPATH": str(target)}
         assert subprocess.check_output(command, env=environment, text=True) == f"{value}\n"
     (target / "added").touch()
-    assert gpu_peers.unpack(folder, target) == [] and (target / "added").exists()  # nothing to do
+    assert gpu.unpack(folder, target) == [] and (target / "added").exists()  # nothing to do
