@@ -61,7 +61,6 @@ bench: ## time and memory against eager PyTorch and the peers, within 20 minutes
 
 measure: $(VENV)/.peers
 	$(BIN)/grpo-kernels bench --minutes 19.5 --output build/bench.json $(ARGS)
-	$(BIN)/python bench/bars.py build/bench.json
 
 figures: $(VENV)/.installed ## the pictures and tables of the README, from bench/results
 	$(BIN)/python bench/report.py

@@ -75,10 +75,6 @@ class NinjaBuild(build_ext):
             print(f"grpo_kernels: no {what} ({error}); {instead}.", file=sys.stderr, flush=True)
             return None
 
-    def get_source_files(self) -> list[str]:
-        folders = (ROOT / name for name in ("csrc", "python", "tools"))
-        return [str(p.relative_to(ROOT)) for folder in folders for p in folder.rglob("*") if p.is_file()]
-
 
 class Build(build):
     """With build_ext always, also for a pure wheel: a module that an earlier build left is removed."""

@@ -3,10 +3,9 @@
     python bench/gpu.py --output out/gpu.json --minutes 7              # build, check, tests, headline
     python bench/gpu.py --output out/gpu.json --minutes 5 --resume --peers FOLDER --stages build benchmark trl_step
     python bench/gpu.py --output out/gpu.json --resume --stages events sanitizer
-    python bench/bars.py out/gpu.json                                  # which targets are met
 
-Every command is a process with a limit of time and of silence. What hangs, crashes or gives wrong results is named and
-left out of all that follows by backend and strategy (`left_out`), and the exit status is 1; all else is still measured.
+Every command is a process with a limit of time. What hangs, crashes or gives wrong results is named and
+its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
 --resume keeps stages that came to an end with the same sources. The build is always made; it compiles what changed.
 """
 
@@ -16,7 +15,7 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import itertools
+import io
 import json
 import math
 import os
@@ -24,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -32,15 +32,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_peers import PEERS, unpack
-
 ROOT = Path(__file__).resolve().parents[1]
-BACKENDS, STRATEGIES = ("cuda", "triton"), ("rows", "linear", "anchored")
+# QuACK imports only from a folder of this name: it takes what lies in another for code that may change.
+PEERS = ROOT / "build" / "gpu" / "site-packages"
+BACKENDS = ("cuda", "triton")
 HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
-# Of one command, in seconds. Triton compiles in silence; what CUDA's kernels do takes less.
-LIMITS = dict(build=300, check=120, headline=150, events=90, tests=200, sanitizer=200, trl_step=150, distillation=200)
-SILENCE = {"cuda": 45.0, "triton": 150.0, "torch": 150.0, "products": 60.0}
+# Of one command, in seconds: Triton compiles for minutes. Of what says nothing, in the benchmark and in pytest.
+LIMITS = dict(build=300, check=120, headline=150, products=60, events=90, tests=200, sanitizer=200, trl_step=150)
+LIMITS |= dict(distillation=200)
+SILENCE = 90.0
+VARIANTS = ("unscored", "unmasked", "sparse", "tail", "renormalize")  # of "ours", which take the backend of "auto"
 # Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
 BENCHES = {"headline": ("headline", 5), "benchmark": ("targets", 5), "distillation": ("teacher", 3)}
 # Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
@@ -49,11 +51,11 @@ UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
 
 
 class Ended(NamedTuple):
-    """How a command ended: its output, and why it failed, in a line, or nothing. `limit`: its time was up."""
+    """How a command ended: its output, and why it failed, in a line, or nothing. `is_over`: the time of all was up."""
 
     output: str
     failure: str = ""
-    limit: bool = False
+    is_over: bool = False
 
 
 class Report:
@@ -75,62 +77,54 @@ class Report:
         draft.write_text(json.dumps(self.data, indent=1, default=str) + "\n")
         draft.replace(self.path)
 
-    def fail(self, text: str, pair: str = "") -> None:
-        """Record it; `pair`, as in "cuda/linear", is left out. Without its row kernels a backend has nothing left."""
+    def fail(self, text: str, backend: str = "") -> None:
+        """Records a failure; a `backend` with one is left out from now on."""
         self.stage.setdefault("failures", []).append(text)
         print(f"FAILED: {text}", flush=True)
-        backend, _, strategy = pair.partition("/")
-        for name in STRATEGIES if strategy == "rows" else (strategy,) if strategy else ():
-            self.data["left_out"].setdefault(f"{backend}/{name}", text)
+        if backend in BACKENDS:
+            self.data["left_out"].setdefault(backend, text)
         self.save()
 
-    def judge(self, what: str, ended: Ended, pair: str = "") -> Ended:
-        """Record the failure of a command, if it is one; to be out of time is not the fault of `pair`."""
+    def judge(self, what: str, ended: Ended, backend: str = "") -> Ended:
+        """Records the failure of a command, if it is one; to be out of time is not the fault of its backend."""
         if ended.failure:
-            self.fail(f"{what}: {ended.failure}", "" if ended.limit else pair)
+            self.fail(f"{what}: {ended.failure}", "" if ended.is_over else backend)
         return ended
 
     def usable(self) -> Iterator[str]:
-        """What is not left out when its turn comes."""
-        for pair in itertools.product(BACKENDS, STRATEGIES):
-            if "/".join(pair) not in self.data["left_out"]:
-                yield "/".join(pair)
+        """Yields the backends that are not left out when their turn comes."""
+        for name in BACKENDS:
+            if name not in self.data["left_out"]:
+                yield name
 
-    def python(self, *arguments: object, limit: float, silence: float = math.inf, **variables: str) -> Ended:
-        """Run this Python at the root; it and all that it started are killed at a limit."""
+    def python(self, *arguments: object, limit: float = math.inf) -> Ended:
+        """Runs this Python at the root; it and all that it started are killed at a limit."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, *map(str, arguments)]
-        limit = min(limit, self.end - time.monotonic())
-        silence = self.options.silence or silence if silence < math.inf else silence
-        start, stopped, size = time.monotonic(), "", 0
-        heard = start
-        said = tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=f"{self.path.stem}.")  # noqa: SIM115
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            while process.poll() is None and not stopped:
-                time.sleep(0.05)
-                if os.fstat(said.fileno()).st_size != size:
-                    size, heard = os.fstat(said.fileno()).st_size, time.monotonic()
-                if time.monotonic() - start >= limit:
-                    stopped = f"stopped after {limit:.0f} s"
-                elif time.monotonic() - heard >= silence:
-                    stopped = f"hangs: stopped after {silence:.0f} s of silence"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(10)  # what a driver holds does not die at once
-            text = Path(said.name).read_bytes()
-            said.close()
-            with self.path.with_suffix(".log").open("ab") as log:
-                log.write(f"\n--- {' '.join(command)[:300]}\n".encode() + text)
+        left, why = self.end - time.monotonic(), ""
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                process.wait(min(limit, left))
+            except subprocess.TimeoutExpired:
+                why = f"stopped after {min(limit, left):.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(10)  # what a driver holds does not die at once
+                said.seek(0)
+                text = said.read()
+                with self.path.with_suffix(".log").open("ab") as log:
+                    log.write(f"\n--- {' '.join(command)[:300]}\n".encode() + text)
         output = text.decode(errors="replace")
-        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
-        failure = stopped or (f"exit status {process.returncode}: {last[:300]}" if process.returncode else "")
-        return Ended(output, failure, stopped.startswith("stopped"))
+        if process.returncode and not why:
+            last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
+            why = f"exit status {process.returncode}: {last[:300]}"
+        return Ended(output, why, left < limit and why.startswith("stopped"))
 
 
 def digest_of_sources() -> str:
@@ -150,6 +144,29 @@ def objects_in(output: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def unpack(folder: Path, target: Path = PEERS) -> list[str]:
+    """Puts the parts of `make gpu-peers` in `folder` together, in `target`, unless that was done before.
+
+    The parts may have come one by one. Returns the names of what is missing or damaged; then nothing is unpacked.
+    """
+    sums, unpacked = folder / "SHA256SUMS", target / "SHA256SUMS"
+    if not sums.is_file():
+        return [sums.name]
+    if unpacked.is_file() and unpacked.read_bytes() == sums.read_bytes():
+        return []
+    digests = {name: digest for digest, name in map(str.split, sums.read_text().splitlines())}
+    parts = {name: (folder / name).read_bytes() for name in digests if (folder / name).is_file()}
+    lacking = [name for name in digests if hashlib.sha256(parts.get(name, b"")).hexdigest() != digests[name]]
+    if not lacking:
+        shutil.rmtree(target, ignore_errors=True)
+        with tarfile.open(fileobj=io.BytesIO(b"".join(parts.values())), mode="r:xz") as archive:
+            archive.extractall(target, filter="data")
+        # Python reads .pth files in its own folders alone; a module of this name it imports when it starts.
+        (target / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(target)!r})\n")
+        shutil.copyfile(sums, unpacked)
+    return lacking
+
+
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
@@ -158,40 +175,30 @@ def build(report: Report) -> None:
     if report.options.peers and (lacking := unpack(report.options.peers)):
         report.fail(f"peers: missing or damaged in {report.options.peers}: {', '.join(lacking)}")
     if not report.options.built:
-        compile_kernels(report)
+        report.judge("build", report.python("setup.py", "build_ext", "--inplace", limit=LIMITS["build"]))
     left_out = report.data["left_out"]
-    report.data["left_out"] = {pair: why for pair, why in left_out.items() if not why.startswith(UNAVAILABLE)}
-    ended = report.python(__file__, "--probe", "environment", "--device", report.options.device, limit=120)
-    found = report.data["environment"] = next(objects_in(ended.output), {})
+    report.data["left_out"] = {name: why for name, why in left_out.items() if not why.startswith(UNAVAILABLE)}
+    ended = report.python("-m", "grpo_kernels", "env", "--json", limit=120)
+    found: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # it failed; warnings may stand before and after the JSON
+        found, _ = json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])
+    report.data["environment"] = found
     for name in BACKENDS:
         if reason := found.get("backends", {}).get(name, ended.failure):
-            report.fail(f"{UNAVAILABLE}{name}: {reason}", f"{name}/rows")
-
-
-def compile_kernels(report: Report) -> None:
-    pip = ("-m", "pip", "install", "-v", "--no-index", "--no-build-isolation", "--no-deps", "-e", ".")
-    for command in (pip, ("setup.py", "build_ext", "--inplace")):  # the second where pip may not write
-        ended = report.python(*command, limit=LIMITS["build"])
-        report.stage["said"] = ended.output[-4000:]
-        if not ended.failure:
-            return
-    report.fail(f"build: {ended.failure}")
+            report.fail(f"{UNAVAILABLE}{name}: {reason}", name)
 
 
 def check(report: Report) -> None:
-    """`grpo-kernels check` for each backend and strategy, side by side: nothing is timed."""
+    """`grpo-kernels check` for each backend, side by side: nothing is timed."""
 
-    def checked(pair: str) -> Ended:
-        backend, _, strategy = pair.partition("/")
-        command = ("-m", "grpo_kernels", "check", "--quick", "--backend", backend)
-        limit, silence = LIMITS["check"], SILENCE[backend]
-        return report.python(*command, limit=limit, silence=silence, GRPO_KERNELS_STRATEGY=strategy)
+    def checked(name: str) -> Ended:
+        return report.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
 
-    pairs = [*report.usable(), "torch/rows"]
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        for pair, ended in zip(pairs, pool.map(checked, pairs), strict=True):
-            report.stage[pair] = ended.output[-2000:] if ended.failure else "ok"
-            report.judge(f"check {pair}", ended, pair)
+    names = [*report.usable(), "torch"]
+    with ThreadPoolExecutor(len(names)) as pool:
+        for name, ended in zip(names, pool.map(checked, names), strict=True):
+            report.stage[name] = ended.output[-2000:] if ended.failure else "ok"
+            report.judge(f"check {name}", ended, name)
 
 
 def bench(report: Report, stage: str) -> None:
@@ -200,15 +207,15 @@ def bench(report: Report, stage: str) -> None:
     output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
     options = ["--set", name]
     if report.options.shapes and name != "teacher":  # which is a set of its own cases
-        against = ["--against", "ours-cuda*", "ours-triton*"] if name == "headline" else []
+        against = ["--against", "ours-cuda", "ours-triton"] if name == "headline" else []
         options = ["--shapes", *report.options.shapes, *against]
     minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", rounds, "--no-figures"]
     command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
-    command += ["--silence", report.options.silence or 90]
-    excluded = [f"ours-{pair.replace('/', '-')}" for pair in left_out]
-    if not left_out.get("cuda/rows", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
-        excluded += ["ours", *(f"ours-{name}" for name in ("unscored", "unmasked", "sparse", "tail", "renormalize"))]
+    command += ["--silence", report.options.silence]
+    excluded = [f"ours-{backend}" for backend in left_out]
+    if not left_out.get("cuda", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
+        excluded += ["ours", *(f"ours-{variant}" for variant in VARIANTS)]
     command += ["--exclude", *excluded] if excluded else []
     ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
     if "was measured otherwise" in ended.output:  # on another machine, or with other versions
@@ -218,11 +225,9 @@ def bench(report: Report, stage: str) -> None:
     for case in document["cases"]:
         shape = f"{case['case']['head']} {case['case']['mode']}"
         for who, found in case["implementations"].items():
-            _, backend, strategy = [*who.split("-"), "", ""][:3]
-            pair = f"{backend}/{strategy}" if backend in BACKENDS else ""
             error = found.get("error", "not run")
             if who.startswith("ours") and not error.startswith(("out of memory", "not run")):
-                report.fail(f"{name} {shape}: {who}: {error}", pair)
+                report.fail(f"{name} {shape}: {who}: {error}", who.removeprefix("ours-"))
         ratios = {who: found.get("ratio_to_floor") for who, found in case["implementations"].items()}
         print(f"{shape}: {', '.join(f'{who} {ratio:.3f}' for who, ratio in ratios.items() if ratio)}", flush=True)
     report.stage["not_run"] = document["not_run"]
@@ -234,7 +239,7 @@ def probes(report: Report, stage: str, names: Iterable[str] | None = None) -> No
     for name in names or report.usable():
         command = [__file__, "--probe", name, "--device", report.options.device]
         command += ["--shapes", *(report.options.shapes or HEADS)]
-        ended = report.python(*command, limit=LIMITS["events"], silence=SILENCE[name.partition("/")[0]])
+        ended = report.python(*command, limit=LIMITS[stage])
         found += objects_in(ended.output)
         report.judge(f"{stage} {name}", ended, name)
         report.save()
@@ -245,16 +250,15 @@ def tests(report: Report) -> None:
     done: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
     log = report.path.with_suffix(".tests.jsonl")
     log.unlink(missing_ok=True)
-    left_out = [f"({pair.removesuffix('/rows').replace('/', ' and ')})" for pair in report.data["left_out"]]
     command: list[object] = ["-m", "pytest", "-m", "gpu", *TESTS, "--outcomes", log]
-    command += ["-o", f"faulthandler_timeout={0.6 * (report.options.silence or SILENCE['triton'])}"]  # before all hang
-    command += ["-k", f"not ({' or '.join(left_out)})"] if left_out else []
+    command += ["-o", f"faulthandler_timeout={report.options.silence}"]  # before all hang
+    command += ["-k", f"not ({' or '.join(report.data['left_out'])})"] if report.data["left_out"] else []
     command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
-    ended = report.python(*command, limit=LIMITS["tests"], silence=SILENCE["triton"])
+    ended = report.python(*command, limit=LIMITS["tests"])
     lines = {line["test"]: line for line in objects_in(log.read_text() if log.exists() else "")}
     rest = [name for name, line in lines.items() if line["outcome"] in ("selected", "begun")]
     done |= {name: f"{line['outcome']}: {line['said']}" for name, line in lines.items() if name not in rest}
-    if ended.failure and not ended.limit:  # pytest itself was ended, and not by its time
+    if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself was ended, and not by its time
         done |= {name: f"failed: {ended.failure}" for name in rest if lines[name]["outcome"] == "begun"}
     for name, outcome in done.items():
         if outcome.startswith("failed"):
@@ -267,10 +271,8 @@ def tests(report: Report) -> None:
 
 def sanitizer(report: Report) -> None:
     """compute-sanitizer's tools, one by one."""
-    strategies = [pair.partition("/")[2] for pair in report.usable() if pair.startswith("cuda/")]
-    for tool in ("memcheck", "racecheck", "initcheck", "synccheck") if strategies else ():
-        command = ("tests/sanitize.py", "--tools", tool, "--strategies", *strategies)
-        ended = report.python(*command, limit=LIMITS["sanitizer"])
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck") if "cuda" in report.usable() else ():
+        ended = report.python("tests/sanitize.py", "--tools", tool, limit=LIMITS["sanitizer"])
         report.stage[tool] = ended.output[-1000:]
         report.judge(tool, ended)
 
@@ -278,7 +280,7 @@ def sanitizer(report: Report) -> None:
 def trl_step(report: Report) -> None:
     """A micro-batch of TRL's trainer, with and without this package."""
     output = report.path.with_suffix(".trl.json")
-    command = ("bench/trl_step.py", "--device", report.options.device, "--settings", "dapo", "--output", output)
+    command = ("bench/trl_step.py", "--device", report.options.device, "--output", output)
     report.judge("trl_step", report.python(*command, limit=LIMITS["trl_step"]))
     if output.exists():
         report.data["trl_step"] = json.loads(output.read_text())
@@ -295,67 +297,45 @@ DEFAULT_STAGES = ("build", "check", "tests", "headline", "products")
 # --- what runs on the device, in a process of its own -----------------------------------------------------------------
 
 
-def probe(name: str, device_name: str, shapes: Sequence[str]) -> None:
-    import torch
-
-    from grpo_kernels.benchmarks.machine import environment
-    from grpo_kernels.kernels import registered_backends, unavailable_reason
-
-    device = torch.device(device_name)
-    if name == "environment":
-        reasons = {backend: unavailable_reason(backend, device) for backend in registered_backends()}
-        tell(environment(device) | {"backends": reasons})
-        return
-    for shape in shapes:
-        products(device, shape) if name == "products" else kernels(name, device, shape)
-
-
 def tell(fact: dict[str, Any]) -> None:
     print(json.dumps(fact, default=str), flush=True)
 
 
-def products(device: Any, shape: str) -> None:
-    """A copy, and the three products of a step over C rows; what the device has no room for says so.
+def products(device_name: str, shape: str) -> None:
+    """Tells the rate of a copy, and of the three products of a step over C rows, on random numbers: zeros are faster.
 
-    At the pitch of the engine's scratch, whose 16-bit gradients lie over float32 logits; random, since zeros are
-    faster. dweight with and without accumulation, in float32 and in the weight's type.
+    The weight's gradient with and without a sum so far, in float32 and in the weight's type. What the device has no
+    room for says so.
     """
     import torch
 
     from grpo_kernels.benchmarks.cases import parse_shape
     from grpo_kernels.benchmarks.measure import interleave
-    from grpo_kernels.contract import chunk_row_stride
 
-    def median(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        found = interleave(calls, 5, device)
-        return {name: times["median"] for name, times in found.items()}
-
+    device = torch.device(device_name)
     head, _, width, vocab = parse_shape(shape)
-    on_gpu, single, half = device.type == "cuda", torch.float32, torch.bfloat16
+    on_gpu, half = device.type == "cuda", torch.bfloat16
     source, target = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
-    copy = functools.partial(target.copy_, source)
+    copy: Callable[[], object] = functools.partial(target.copy_, source)
     copy()
-    tell({"what": "copy", "gigabytes_per_second": 2 * source.nbytes / median({"copy": copy})["copy"] / 1e9})
-    del source, target
-    pitch, mm = chunk_row_stride(vocab, device), functools.partial(functools.partial, torch.mm)
+    seconds = interleave({"copy": copy}, 5, device)["copy"]["median"]
+    tell({"what": "copy", "gigabytes_per_second": 2 * source.nbytes / seconds / 1e9})
+    del source, target, copy
     weight = torch.randn(vocab, width, device=device, dtype=half)
     dweight, narrow = torch.zeros(vocab, width, device=device), torch.zeros_like(weight)
     for rows in PRODUCT_ROWS if on_gpu else (64,):
         h = torch.randn(rows, width, device=device, dtype=half)
-        logits = torch.empty(rows, pitch, device=device)[:, :vocab]
-        dlogits = torch.randn(rows, 2 * pitch, device=device, dtype=half)[:, :vocab]
-        calls: dict[str, Callable[[], object]] = {
-            "h W^T, float32": mm(h, weight.T, out_dtype=single, out=logits),
-            "h W^T": mm(h, weight.T),
-            "dlogits W": mm(dlogits, weight),
-            "dlogits W, float32": mm(dlogits, weight, out_dtype=single),
-            "dlogits^T h, added in float32": functools.partial(
-                torch.addmm, dweight, dlogits.T, h, out_dtype=single, out=dweight
-            ),
-            "dlogits^T h, float32": mm(dlogits.T, h, out_dtype=single, out=dweight),
-            "dlogits^T h, added": functools.partial(torch.addmm, narrow, dlogits.T, h, out=narrow),
-            "dlogits^T h": mm(dlogits.T, h),
-        }
+        dlogits = torch.randn(rows, vocab, device=device, dtype=half)
+        calls: dict[str, Callable[[], object]] = {}
+        for name, a, b in (("h W^T", h, weight.T), ("dlogits W", dlogits, weight), ("dlogits^T h", dlogits.T, h)):
+            calls[name] = functools.partial(torch.mm, a, b)
+            calls[f"{name}, float32"] = functools.partial(torch.mm, a, b, out_dtype=torch.float32)
+        for name, total, options in (
+            ("added", narrow, {}),
+            ("added in float32", dweight, {"out_dtype": torch.float32}),
+        ):
+            added = functools.partial(torch.addmm, total, dlogits.T, h, out=total, **options)
+            calls[f"dlogits^T h, {name}"] = added
         fact = {"head": head, "rows": rows}
         for name, call in [*calls.items()]:
             try:
@@ -363,13 +343,13 @@ def products(device: Any, shape: str) -> None:
             except (RuntimeError, TypeError) as error:
                 del calls[name]
                 tell({"what": name, **fact, "error": str(error).splitlines()[0]})
-        for name, seconds in median(calls).items():
-            rate = 2 * rows * width * vocab / seconds / 1e12
-            tell({"what": name, **fact, "milliseconds": 1e3 * seconds, "teraflops": rate})
+        for name, times in interleave(calls, 5, device).items():
+            rate = 2 * rows * width * vocab / times["median"] / 1e12
+            tell({"what": name, **fact, "milliseconds": 1e3 * times["median"], "teraflops": rate})
 
 
-def kernels(pair: str, device: Any, shape: str) -> None:
-    """One step as the device saw it; of "linear" the log-probabilities alone, for which it is."""
+def kernels(backend: str, device_name: str, shape: str) -> None:
+    """Tells how long each kernel took, as the device saw one step, and log-probabilities alone."""
     import torch
     from torch.profiler import profile
 
@@ -378,25 +358,26 @@ def kernels(pair: str, device: Any, shape: str) -> None:
     from grpo_kernels.benchmarks.inputs import make_inputs
     from grpo_kernels.benchmarks.machine import synchronize
 
-    mode = "forward" if pair.endswith("linear") else "step"
-    inputs = make_inputs(make_case(shape, mode=mode), device)
-    step = IMPLEMENTATIONS[f"ours-{pair.replace('/', '-')}"].make_step(inputs, mode)
-    for number in range(2):
-        step(inputs)
-        tell({"what": pair, "head": shape, "warm_up": number})
-    with profile() as profiler:
-        step(inputs)
-        synchronize(device)
-    took: defaultdict[str, list[float]] = defaultdict(list)
-    begin, end = math.inf, -math.inf
-    for event in profiler.events() or ():
-        if event.device_type != torch.autograd.DeviceType.CPU or device.type == "cpu":
-            begin, end = min(begin, event.time_range.start), max(end, event.time_range.end)
+    device = torch.device(device_name)
+    for mode in ("step", "forward"):
+        inputs = make_inputs(make_case(shape, mode=mode), device)
+        step, fact = IMPLEMENTATIONS[f"ours-{backend}"].make_step(inputs, mode), {"what": backend, "head": shape}
+        for number in range(2):
+            step(inputs)
+            tell(fact | {"warm_up": number})
+        with profile() as profiler:
+            step(inputs)
+            synchronize(device)
+        host = torch.autograd.DeviceType.CPU
+        events = [e for e in profiler.events() or () if e.device_type != host or device.type == "cpu"]
+        took: defaultdict[str, list[float]] = defaultdict(list)
+        for event in events:
             took[event.name[:120]].append(event.time_range.elapsed_us() / 1e3)
-    rows = sorted(((sum(times), len(times), name) for name, times in took.items()), reverse=True)
-    found = [dict(milliseconds=milliseconds, calls=calls, name=name) for milliseconds, calls, name in rows]
-    total = (end - begin) / 1e3 if took else None  # what kernels do not take is idle
-    tell({"what": pair, "head": shape, "mode": mode, "milliseconds": total, "kernels": found})
+        rows = sorted(((sum(times), len(times), name) for name, times in took.items()), reverse=True)
+        ends = [getattr(event.time_range, end) for event in events for end in ("start", "end")]
+        total = (max(ends) - min(ends)) / 1e3 if ends else None  # what kernels do not take is idle
+        found = [dict(milliseconds=milliseconds, calls=calls, name=name) for milliseconds, calls, name in rows]
+        tell(fact | {"mode": mode, "milliseconds": total, "kernels": found})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -410,14 +391,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", help="instead of the heads of each stage")
     parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--silence", type=float, help="seconds until a command hangs, instead of those by backend")
+    parser.add_argument("--silence", type=float, default=SILENCE, help="seconds after which a test or a step hangs")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.device.startswith("cuda") and shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         print("gpu.py needs an NVIDIA GPU: this machine has neither nvidia-smi nor its driver", file=sys.stderr)
         return 2
     if options.probe:
-        probe(options.probe, options.device, options.shapes or HEADS)
+        for shape in options.shapes or HEADS:
+            products(options.device, shape) if options.probe == "products" else kernels(
+                options.probe, options.device, shape
+            )
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed then, and the report written
     report = Report(options)
@@ -438,8 +422,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.save()
     for name, stage in stages.items():
         print(f"{name:10} {stage['status']:8} {stage['seconds']:6.0f} s  {len(stage.get('failures', ()))} failures")
-    for pair, reason in report.data["left_out"].items():
-        print(f"left out: {pair}: {reason[:200]}")
+    for name, reason in report.data["left_out"].items():
+        print(f"left out: {name}: {reason[:200]}")
     print(f"report: {report.path}")
     return 0 if all(stage["status"] == "ok" for stage in stages.values()) else 1
 

@@ -7,524 +7,132 @@ the markers of README.md and bench/README.md.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
-from functools import partial
-from math import isfinite
+from dataclasses import asdict
+from math import inf, isfinite, log2
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
 from typing import Any, NamedTuple
 
-import dweight_sum
-from learning import EXPERIMENTS
 from matplotlib import rc_context
-from sparse import show
 
-from grpo_kernels.benchmarks.cases import Case
+from grpo_kernels.benchmarks.cases import Case, make_case
 from grpo_kernels.benchmarks.figures import COLOURS, CUT, DPI, STYLE, draw, sheet
-from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.machine import Document, read
 from grpo_kernels.benchmarks.show import memory_text, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
-PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
-SPARSE = Path("sparse/cpu.json")  # of sparse.py, below RESULTS
-DWEIGHT = Path("dweight/cpu.json")  # of dweight_sum.py
-SPARSE_LEARNING, TEACHER = (Path(EXPERIMENTS[name].output) for name in ("sparse", "teacher"))  # of learning.py
-DISTILLATION = Path("distillation/cpu.json")  # the set teacher
-LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
-GPU = "gpu-h200.json"
-H100, H100_LAB = (
-    Path("gpu/h100-targets.json"),
-    Path("gpu/h100-lab.jsonl"),
-)  # of gpu.py; of a script for this one machine
-LAB = {"eager": "eager", "trl": "trl"}  # its names for the trainers
+H100, LAB = "gpu/h100-targets.json", "gpu/h100-lab.jsonl"  # of gpu.py; of a script for this one machine
+FILES = ("cpu.json", "cpu-masks.json", "cpu-sweeps.json", "gpu-h200.json", H100, LAB, "distillation/cpu.json")
+PLACES = {"CPU": ("cpu.json", "cpu-sweeps.json"), "H200": ("gpu-h200.json",), "H100": (H100, LAB)}
+TRAINERS = {
+    "eager": "eager PyTorch", "trl": "TRL", "liger": "Liger", "verl": "verl, Triton",
+    "verl-torch": "verl, torch in chunks",
+}  # fmt: skip
+CAPTIONS = {  # by how a picture's name ends
+    "time": "Time of a step over that of the three bare products",
+    "sweeps-memory": "Peak memory against the length of completions; a cross is out of memory",
+    "gpu-memory": "Memory of a step over its time: Llama-3-8B (circles), Qwen2.5-7B (squares), Qwen2.5-1.5B "
+    "(triangles), Gemma-2-2B (diamonds)",
+    "reward": "Evaluated reward over minutes and steps",
+}
 GOAL = 0.9  # reward of an evaluation
 LEARNERS = {
-    "TRL": "#0b6fb3",
-    "TRL, FusedGRPOTrainer": "#0a8f6a",
-    "grpo-kernels train": "#d1410c",
-    "grpo-kernels train, sparse": "#8a3fb0",
-    "grpo-kernels train, vLLM": "#b08a00",
-}
+    "TRL": "#0b6fb3", "TRL, FusedGRPOTrainer": "#0a8f6a", "grpo-kernels train": "#d1410c",
+    "grpo-kernels train, sparse": "#8a3fb0", "grpo-kernels train, vLLM": "#b08a00",
+}  # fmt: skip
 # Setting and unit: sooner in minutes, as soon in steps, the same in float32, and a task that takes more steps.
 LEARNING_PANELS = (
     ("times table, full, bfloat16", "clock"), ("times table, full, bfloat16", "evaluated"),
     ("times table, full, float32", "clock"), ("largest number, full, bfloat16", "clock"),
 )  # fmt: skip
-TRAINERS = ("eager", "trl", "liger", "verl", "verl-torch")
-ARMS = ("#6b6b6b", "#d1410c", "#0b6fb3")
-ARM_PICTURES: dict[Path, tuple[str, str, list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]]] = {
-    # file -> name of the picture, its title, panels of a metric in a setting: their titles, lines and axes
-    SPARSE_LEARNING: ("sparse-learning", "Learning with sparse gradients, by theta", [
-        ("chat", "sparse/kept", "entries that a token keeps", {"linewidth": 0.8}, {"yscale": "log"}),
-        ("chat", "seconds/update", "seconds of an update", {"linewidth": 0.8}, {"ylim": (0.0, None)}),
-    ]),
-    TEACHER: ("teacher", "GRPO, a teacher's distribution, and both", [(
-        "arithmetic, dapo", "divergence", "reverse KL to the teacher, nats per token",
-        {"alpha": 0.5, "linewidth": 0.6}, {"yscale": "log"},
-    )]),
-}  # fmt: skip
-CAPTIONS = {
-    "time": "Time of a step over that of the three bare products",
-    "memory": "Peak memory against the length of completions; a cross is out of memory",
-    "idle": "Time against the share of prompts whose rewards are all equal",
-    "tokens": "Time against the number of tokens",
-    "kept": "Time with sampling masks",
-}
 
 
 def main() -> None:
-    for path in sorted(RESULTS.glob("*.json")):
-        document = read(path)
-        written = draw(document, FIGURES, f"{path.stem}-", ("time",) if path.stem.endswith("-sweeps") else ())
-        print(f"{path.name}: {', '.join(picture.name for picture in written) or 'nothing to draw'}")
-    for name, picture in PICTURES.items():
-        if (RESULTS / name).exists():
-            picture(read(RESULTS / name), FIGURES)
-    for page in PAGES:
-        text = page.read_text()
-        if BEGIN in text:
-            before, rest = text.split(BEGIN)
-            page.write_text(f"{before}{BEGIN}\n{section(page)}\n{END}{rest.split(END)[1]}")
+    documents = {name: load(name) for name in FILES}
+    pictures = {}
+    for name, wanted in (("cpu.json", "time"), ("cpu-sweeps.json", "memory"), ("gpu-h200.json", "time")):
+        pictures[name] = [path.name for path in draw(documents[name], FIGURES, f"{Path(name).stem}-", wanted)]
+    draw_gpu_memory({"NVIDIA H100": documents[LAB], "NVIDIA H200": documents["gpu-h200.json"]})
+    pictures[LAB] = ["gpu-memory.png"]
+    learning = read(RESULTS / "trainer/time-to-reward.json")
+    draw_learning(learning)
+    rewrite(ROOT / "README.md", summary(documents), learning_summary(learning), shown("bench/", "time-to-reward.png"))
+    sections = [section(name, document, pictures.get(name, [])) for name, document in documents.items()]
+    more = sparse(read(RESULTS / "sparse/cpu.json")), dweight(read(RESULTS / "dweight/cpu.json"))
+    rewrite(ROOT / "bench/README.md", *sections, *more, learning_table(learning), shown("", "time-to-reward.png"))
 
 
-def section(page: Path) -> str:
-    """Markdown of everything between the markers of a page: a summary on the front page, all results on the other."""
-    if page.parent == ROOT:
-        cpu, sweeps, h200, h100 = (read(RESULTS / name) for name in ("cpu.json", "cpu-sweeps.json", GPU, H100))
-        pairs = {
-            "CPU": [*comparisons(cpu), *comparisons(sweeps)],
-            "H200": comparisons(h200),
-            "H100": [*comparisons(h100["targets"]), *lab_comparisons(_lab())],
-        }
-        machines = {
-            "CPU": (cpu, "cpu.json, cpu-sweeps.json"),
-            "H200": (h200, GPU),
-            "H100": (h100, f"{H100}, {H100_LAB}"),
-        }
-        measured, places = summary(pairs), []
-        for name, (document, files) in machines.items():
-            tokens = [pair.tokens for pair in pairs[name]]
-            counts = " to ".join(dict.fromkeys(f"{end(tokens):,}" for end in (min, max)))
-            places.append(f"{_place(document)}: {counts} tokens ({files}).")
-        places = fill(" ".join(places), 120)
-        parts = [measured, places, learning_summary(read(RESULTS / LEARNING))]
-        return "\n\n".join([*parts, "![Evaluated reward over minutes and steps](bench/figures/time-to-reward.png)"])
-    parts = [] if list(RESULTS.glob("gpu*.json")) else ["No GPU has been measured yet."]
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
-        document = read(path)
-        parts.append(f"**{path.name}.** {_place(document)}: `{document['command']}`")
-        parts.append(_measurements(document))
-        for name, caption in CAPTIONS.items():
-            picture = FIGURES / f"{path.stem}-{name}.png"
-            if picture.exists():
-                parts.append(f"![{caption}]({Path(os.path.relpath(picture, page.parent)).as_posix()})")
-    for name, text in TEXTS.items():
-        if (RESULTS / name).exists():
-            parts.append(text(read(RESULTS / name)))
-    return "\n\n".join(parts)
+def load(name: str) -> Document:
+    """Returns a document of `grpo-kernels bench`. bench/gpu.py has one inside its own; the lines of LAB make one."""
+    if name != LAB:
+        document = read(RESULTS / name)
+        return document if "cases" in document else document["targets"]
+    cases: list[dict[str, Any]] = []
+    for line in map(json.loads, (RESULTS / LAB).read_text().splitlines()):
+        if line.get("who") == "floor":
+            case = make_case(f"{line['head'].replace('llama3', 'llama-3')}:{line['N']}")
+            cases.append({"case": asdict(case), "implementations": {}})
+        if "x_floor" in line:
+            title = {"floor": "bare matrix products", "auto": "ours", "triton": "ours, Triton"}.get(line["who"])
+            title = title or TRAINERS.get(line["who"]) or line["who"].replace("rows", "ours, chunk_rows")
+            seconds = {key: line[name] / 1e3 for key, name in (("median", "ms"), ("min", "low"), ("max", "high"))}
+            names = {"dhidden": "dhidden", "dweight": "dweight", "logp_max": "logps_max"}
+            found = cases[-1]["implementations"]
+            found["ours" if line["who"] == "auto" else line["who"]] = report = {
+                "title": title, "seconds": seconds, "ratio_to_floor": line["x_floor"],
+                "peak_bytes": line["peak_MiB"] * 2**20,
+                "errors": {to: line[name] for name, to in names.items() if name in line},
+            }  # fmt: skip
+            if "ours" in found:
+                report["ours_to_this"] = found["ours"]["seconds"]["median"] / seconds["median"]
+    command = "(a script for this machine, a process for each of two runs)"
+    return {"environment": load(H100)["environment"], "command": command, "cases": cases}
 
 
-def _lab() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / H100_LAB).read_text().splitlines()]
+def rewrite(page: Path, *parts: str) -> None:
+    """Puts the parts between the markers of a page."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{chr(10).join(f'{part}{chr(10)}' for part in parts)}{END}{rest.split(END)[1]}")
 
 
-def _place(document: Document) -> str:
-    """On what it was measured, and when."""
+def shown(folder: str, *names: str) -> str:
+    """Returns links to pictures of bench/figures from a page below which bench is `folder`."""
+    captions = {name: text for name in names for end, text in CAPTIONS.items() if Path(name).stem.endswith(end)}
+    return "\n\n".join(f"![{text}]({folder}figures/{name})" for name, text in captions.items())
+
+
+def place(document: Document) -> str:
+    """Returns on what it was measured, and when."""
     where = document["environment"]
     device = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
     return f"{device}, {where['date'][:10]}"
 
 
-class Pair(NamedTuple):
-    """Of a step: its tokens, the times of ours and theirs, and their peaks of memory; 0 where not measured."""
+# --- benchmarks -------------------------------------------------------------------------------------------------------
 
-    trainer: str
-    tokens: int
-    times: tuple[float, float]
-    peaks: tuple[float, float]
 
-
-def comparisons(document: Document) -> list[Pair]:
-    """Each trainer beside ours, in the steps of models' heads in which every token has a gradient."""
-    found = []
-    for case in document["cases"]:
-        of, entries = case["case"], case["implementations"]
-        special = of["mode"] != "step", of["idle_share"], of.get("kept_ids"), of.get("divergence"), _is_narrow(of)
-        for name in TRAINERS if not any(special) else ():
-            if name in entries:
-                pair = entries["ours"], entries[name]
-                times = tuple(entry.get("seconds", {}).get("median", 0.0) for entry in pair)
-                found.append(Pair(name, of["tokens"], times, tuple(entry.get("peak_bytes", 0) for entry in pair)))
-    return [pair for pair in found if all(pair.times) or all(pair.peaks)]
-
-
-def _is_narrow(case: dict[str, Any]) -> bool:
-    """Whether it is a point of a sweep over the hidden size, and no model's head."""
-    return case["head"] == "custom" and case["tokens"] < 4096
-
-
-def lab_comparisons(lines: Sequence[dict[str, Any]]) -> list[Pair]:
-    """The same of the H100's own script, whose sections begin with a line about the machine."""
-    found: list[Pair] = []
-    ours: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        if "device" in line:
-            ours = {}
-        elif line.get("who") == "auto":
-            ours[line["head"]] = line
-        elif "ms" in line and (mine := ours.get(line["head"])) and line["who"] in LAB:
-            times, peaks = ((mine[key], line[key]) for key in ("ms", "peak_MiB"))
-            found.append(Pair(LAB[line["who"]], line["N"], times, peaks))
-    return found
-
-
-def summary(places: dict[str, Sequence[Pair]]) -> str:
-    """How many times the time of ours a step of each trainer takes, and ours of its memory, over all cases."""
-    titles, rows = ["this package against"], {name: [IMPLEMENTATIONS[name].title] for name in TRAINERS}
-    for place, pairs in places.items():
-        titles += [f"{place}: faster", "memory, of theirs"]
-        for name, cells in rows.items():
-            own = [pair for pair in pairs if pair.trainer == name]
-            times = [pair.times[1] / pair.times[0] for pair in own if all(pair.times)]
-            peaks = [pair.peaks[0] / pair.peaks[1] for pair in own if all(pair.peaks)]
-            cells += [_range(times, ".1f", " x"), _range(peaks, ".2f")]
-    return f"""\
-A step (forward, backward, the head's gradient) of models' heads. Faster: their median time over ours, least to most of
-all cases. Memory: our peak over theirs; above 1 ours takes more. `chunk_rows` bounds it:
-
-{table(titles, list(rows.values()))}"""
-
-
-def _range(ratios: Sequence[float], form: str, unit: str = "") -> str:
-    ends = [f"{end(ratios):{form}}" for end in (min, max)] if ratios else []
-    return f"{' to '.join(dict.fromkeys(ends))}{unit}" if ends else ""
-
-
-# --- memory of GPUs ---------------------------------------------------------------------------------------------------
-
-MARKERS = {"llama-3-8b": "o", "qwen2.5-7b": "s", "qwen2.5-1.5b": "^", "gemma-2-2b": "D", "llama3-8b": "o"}
-
-
-def draw_gpu_memory(document: Document, folder: Path) -> None:
-    """Memory of a step over its time, a panel per card: a point for each implementation and head."""
-    h200 = [
-        (case["case"]["head"], name, entry["ratio_to_floor"], entry["peak_bytes"] / 2**20)
-        for case in read(RESULTS / GPU)["cases"]
-        if case["case"]["mode"] == "step" and case["case"]["head"] in MARKERS and not case["case"].get("kept_ids")
-        for name, entry in case["implementations"].items()
-        if name in ("ours", *TRAINERS) and entry.get("seconds") and entry.get("peak_bytes")
-    ]
-    names = {"auto": "ours", "rows 2048": "ours, 2,048 rows", "rows 4096": "ours, 4,096 rows", **LAB}
-    h100 = [
-        (line["head"], names[line["who"]], line["x_floor"], line["peak_MiB"])
-        for line in _lab()
-        if line.get("who") in names and "x_floor" in line
-    ]
-    with rc_context(STYLE):
-        title = "Memory of a step over its time: 16,384 tokens in bfloat16"
-        figure, axes = sheet(document["targets"], title, 2, 3.2)
-        for axis, card, points in zip(axes, ("NVIDIA H100", "NVIDIA H200"), (h100, h200), strict=True):
-            for head, name, time, mib in points:
-                kind, rows = name.partition(", ")[::2]
-                fill_of = "none" if rows else COLOURS[kind]
-                label = f"{IMPLEMENTATIONS[kind].title}{', ' + rows if rows else ''}"
-                axis.plot(
-                    [min(time, CUT)], [mib], MARKERS[head], color=COLOURS[kind], markerfacecolor=fill_of, label=label
-                )
-            if far := [(time, mib) for _, _, time, mib in points if time > CUT]:
-                times, mibs = zip(*far, strict=True)
-                text = f"{min(times):.0f} to {max(times):.0f} x →"
-                axis.annotate(text, (CUT, max(mibs)), ha="right", xytext=(0, 6), textcoords="offset points")
-            axis.set(title=card, xlabel="time, of the three bare matrix products", yscale="log", xlim=(0.9, CUT + 0.15))
-            axis.set_ylabel("MiB beside inputs and gradients")
-            labels = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-            axis.legend(labels.values(), labels, frameon=False, fontsize=6.5)
-        figure.savefig(folder / "gpu-memory.png", dpi=DPI)
-
-
-# --- sparse gradients ------------------------------------------------------------------------------------------------
-
-
-def draw_sparse(document: Document, folder: Path) -> None:
-    """Time of the exact step and error of dhidden against theta: a line per type and temperature."""
-    with rc_context(STYLE):
-        figure, axes = sheet(document, "Steps with sparse gradients, the head of SmolLM2-135M-Instruct", 2, 2.3)
-        for batch in document["batches"]:
-            for dtype in dict.fromkeys(row["dtype"] for row in batch["rows"] if "dtype" in row):
-                rows = [row for row in batch["rows"] if row.get("dtype") == dtype and row["theta"]]
-                ys = [row["of_exact"] for row in rows], [row["errors"]["dhidden"] for row in rows]
-                for axis, y in zip(axes, ys, strict=True):
-                    label = f"{dtype.removeprefix('torch.')}, T {batch['temperature']}"
-                    axis.plot([row["theta"] for row in rows], y, "o-", label=label)
-        axes[0].set(ylabel="time, of the exact step", ylim=(0.0, None))
-        axes[1].set(ylabel="relative error of dhidden", yscale="log")
-        for axis in axes:
-            axis.set_xscale("log", base=2)
-            axis.set_xlabel("theta")
-        axes[0].legend(frameon=False)
-        figure.savefig(folder / "sparse.png", dpi=DPI)
-
-
-def _sparse(document: Document) -> str:
-    tables = [
-        f"{batch['tokens']:,} tokens sampled at T {batch['temperature']}, {batch['entropy']:.2f} nats:\n\n{show(batch)}"
-        for batch in document["batches"]
-    ]
-    head = f"""\
-**{SPARSE}.** {_place(document)}: `python bench/sparse.py`, `GRPOConfig(sparse_backward=theta)` on the head of
-SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against float64 from the same inputs."""
-    return "\n\n".join([head, *tables, "![Time and error against theta](figures/sparse.png)"])
-
-
-def _dweight(document: Document) -> str:
-    place = f"{_place(document)}: `python bench/dweight_sum.py`."
-    return f"""\
-**{DWEIGHT}.** {place}
-What adding up the shares of chunks in bfloat16 rounds of the weight's gradient, on samples of SmolLM2-135M-Instruct;
-"float32" is a float32 sum, rounded at the end:
-
-{dweight_sum.show(document)}"""
-
-
-def draw_arms(name: Path, document: Document, folder: Path) -> None:
-    """Evaluated reward over steps, each seed and their mean, a panel per setting; then the panels of ARM_PICTURES."""
-    picture, title, others = ARM_PICTURES[name]
-    settings, arms = _settings(document), list(zip(_arms(document), ARMS, strict=True))
-    with rc_context(STYLE):
-        figure, axes = sheet(document, title, len(settings) + len(others), 2.3)
-        for setting, axis in zip(settings, axes, strict=False):
-            for arm, colour in arms:
-                curves = [found["evaluations"] for found in _runs(document, setting, arm)]
-                for curve in curves:
-                    axis.plot(*_curve(curve, "reward"), color=colour, alpha=0.25, linewidth=0.8)
-                means = [fmean(e["reward"] for e in same) for same in zip(*curves, strict=True)]
-                axis.plot(_curve(curves[0], "reward")[0], means, color=colour, label=arm)
-            axis.set(title=setting, xlabel="optimizer steps", ylabel="evaluated reward")
-        for (setting, metric, title, line, scale), axis in zip(others, axes[len(settings) :], strict=True):
-            for arm, colour in arms:
-                for found in _runs(document, setting, arm):
-                    if metric in found["steps"][0]:
-                        axis.plot(*_curve(found["steps"], metric), color=colour, **line)
-            axis.set(title=setting, xlabel="optimizer steps", ylabel=title, **scale)
-        axes[0].legend(frameon=False)
-        figure.savefig(folder / f"{picture}.png", dpi=DPI)
-
-
-def _settings(document: Document) -> list[str]:
-    return list(dict.fromkeys(found["setting"] for found in document["runs"]))
-
-
-def _arms(document: Document) -> list[str]:
-    return list(dict.fromkeys(found["arm"] for found in document["runs"]))
-
-
-def _runs(document: Document, setting: str, arm: str) -> list[dict[str, Any]]:
-    return [found for found in document["runs"] if (found["setting"], found["arm"]) == (setting, arm)]
-
-
-def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """A step whose tokens had no gradient has no number of some metrics."""
-    known = [record for record in records if name in record]
-    return [record["step"] for record in known], [record[name] for record in known]
-
-
-def _arms_text(name: Path, document: Document) -> str:
-    """A row per setting: the last evaluation of each arm; for sparse gradients also what a token kept."""
-    where, arms, rows = document["environment"], _arms(document), []
-    is_sparse = name == SPARSE_LEARNING
-    for setting in _settings(document):
-        runs = [_runs(document, setting, arm) for arm in arms]
-        ends = [_spread([found["evaluations"][-1]["reward"] for found in group], ".3f") for group in runs]
-        curves = [_curve(found["steps"], "sparse/kept")[1] for found in runs[1]] if is_sparse else []
-        kept = [fmean(curve[k] for curve in curves) for k in (0, -1)] if is_sparse else []
-        rows.append((setting, str(len(runs[0])), *ends, *(f"{number:,.0f}" for number in kept)))
-    last = (f"kept at {arms[1]}: first step", "last step") if is_sparse else ()
-    return f"""\
-**{name}.** {where["cpu"]}, {where["threads"]} threads, {where["date"][:10]}: `python bench/learning.py`. Evaluated
-reward after the last step, median of the seeds (least to most):
-
-{table(("run", "seeds", *arms, *last), rows)}
-
-![Evaluated reward over steps](figures/{ARM_PICTURES[name][0]}.png)"""
-
-
-def _distillation(document: Document) -> str:
-    """A row per case and implementation; of teachers that are known at few ids a row per case."""
-    rows, others = [], []
-    for case in document["cases"]:
-        of, entries = case["case"], case["implementations"]
-        if not of["divergence"]:
-            of_step = (1 / entries[name]["ours_to_this"] for name in ("ours-tail", "ours-renormalize"))
-            others.append((f"{of['head']}, {of['dtype']}", *(f"{ratio:.3f}" for ratio in of_step)))
-            continue
-        title = f"{of['head']}, {of['tokens']:,} tokens, {of['dtype']}, {of['divergence']}"
-        for name, entry in entries.items():
-            if name != "floor":
-                errors = entry.get("errors") or {}
-                wrong = (f"{errors[key]:.1e}" if key in errors else "" for key in ("dhidden", "dweight"))
-                ratios = (_number(entry, key, ".2f") for key in ("ratio_to_floor", "ours_to_this"))
-                rows.append((title, entry["title"], *ratios, *wrong, memory_text(entry)))
-    titles = "case", "", "time of F_t", "ours of this", "error of dhidden", "of dweight", "peak MiB"
-    return f"""\
-**{DISTILLATION}.** {_place(document)}:
-`grpo-kernels bench --set teacher`. The divergence to a teacher of the same shape, forward and backward; medians of
-interleaved rounds, relative errors against float64 from the same inputs:
-
-{table(titles, rows)}
-
-A teacher of 64 ids, time of the step without a teacher:
-
-{table(("head", "step with tail", "renormalize alone"), others)}"""
-
-
-def _h100(document: Document) -> str:
-    """What gpu.py measured there; and the steps of a script for that machine, in its two runs."""
-    targets, rows = document["targets"], []
-    for line in _lab():
-        if "x_floor" in line:
-            errors = (f"{line[name]:.1e}" if name in line else "" for name in ("dhidden", "dweight"))
-            who = {"floor": "bare products", "auto": "ours", "triton": "ours, Triton", "trl": "TRL"}.get(line["who"])
-            who = who or line["who"].replace("rows", "ours, chunk_rows").replace("sparse", "ours, sparse")
-            spread = f"{line['ms']:.1f} ({line['low']:.1f} to {line['high']:.1f})"
-            rows.append((line["head"], who, spread, f"{line['x_floor']:.3f}", f"{line['peak_MiB']:,.0f}", *errors))
-    titles = "head", "", "ms (least to most)", "of bare products", "peak MiB", "error of dhidden", "of dweight"
-    return f"""\
-**{H100}.** {_place(targets)}: `{targets["command"]}`
-
-{_measurements(targets)}
-
-**{H100_LAB}.** The same machine and day, 16,384 tokens in bfloat16, one process for each of two runs:
-
-{table(titles, rows)}
-
-![Memory of a step over its time](figures/gpu-memory.png)
-
-A circle is the head of Llama-3-8B, a square Qwen2.5-7B's, a triangle Qwen2.5-1.5B's, a diamond Gemma-2-2B's."""
-
-
-# --- how soon a model learns ------------------------------------------------------------------------------------------
-
-
-def draw_learning(document: Document, folder: Path) -> None:
-    """Evaluated reward, a panel for each of `LEARNING_PANELS`: each seed, and their mean."""
-    kinds = _rounds(document)
-    with rc_context(STYLE):
-        title = "How soon SmolLM2-135M-Instruct learns: evaluated reward"
-        figure, axes = sheet(document, title, len(LEARNING_PANELS), 2.6)
-        for (kind, unit), axis in zip(LEARNING_PANELS, axes, strict=True):
-            rounds, scale = kinds[kind], 60.0 if unit == "clock" else 1.0
-            for name in rounds[0]:
-                curves, colour = [found[name]["evaluations"] for found in rounds], LEARNERS[name]
-                rows = [([e[unit] / scale for e in curve], [e["reward"] for e in curve]) for curve in curves]
-                for x, y in rows:
-                    axis.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
-                mean = [list(map(fmean, zip(*values, strict=True))) for values in zip(*rows, strict=True)]
-                axis.plot(*mean, color=colour, label=name)
-            axis.set(title=kind, ylabel="evaluated reward")
-            axis.set_xlabel("minutes of training" if unit == "clock" else "optimizer steps")
-            axis.axhline(GOAL, color="#989898", linewidth=0.6, linestyle=":")
-            axis.legend(frameon=False)
-        figure.savefig(folder / "time-to-reward.png", dpi=DPI)
-
-
-def _rounds(document: Document) -> dict[str, list[dict[str, Any]]]:
-    """What the contestants told, for each seed, by task and setting."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for found in document["rounds"]:
-        kind = ", ".join((found["task"].replace("-", " "), *found["setting"].split("-")))
-        kinds.setdefault(kind, []).append(found["contestants"])
-    return kinds
-
-
-def _learners(rounds: Sequence[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    """Of each contestant its name, minutes to the goal by seed, their median of TRL's median, mean seconds of a step
-    and its parts, and MiB."""
-    of = median(_minutes_to_goal(found["TRL"]) for found in rounds)
-    for name in rounds[0]:
-        own = [found[name] for found in rounds]
-        minutes = [_minutes_to_goal(one) for one in own]
-        of_trl = f"{median(minutes) / of:.2f}" if all(map(isfinite, (*minutes, of))) else ""
-        steps = [step["seconds"] for one in own for step in one["steps"]]
-        parts = {part: fmean(step[part] for step in steps) for part in steps[0]}
-        yield name, minutes, of_trl, {"step": sum(parts.values())} | parts, median(one["peak_mib"] for one in own)
-
-
-def _learning(document: Document) -> str:
-    """A row per setting and contestant."""
-    rows: list[list[str]] = []
-    for kind, rounds in _rounds(document).items():
-        title = f"{kind}, {len(rounds)} seed{'s' * (len(rounds) > 1)}"
-        for name, minutes, of_trl, seconds, mib in _learners(rounds):
-            rows.append([title, name, _spread(minutes, ".2f"), of_trl])
-            rows[-1] += [f"{number:.1f}" for number in seconds.values()]
-            reward = fmean(found[name]["evaluations"][-1]["reward"] for found in rounds)
-            rows[-1] += [f"{1 - seconds['head'] / seconds['step']:.2f}", f"{mib:,.0f}", f"{reward:.2f}"]
-    note = fill(document.get("note", ""), 120)
-    titles = "setting", "", f"minutes to {GOAL}", "of TRL's", *(f"{part}, s" for part in seconds), "without head"
-    return f"""\
-**{LEARNING}.** {_place(document)}: `python bench/time_to_reward.py`, contestants step by step in turns.
-Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL}, and
-"of TRL's" is the quotient of two medians;
-"without head" is the share of a step that would be left if its head took no time, which is sampling and the body.
-{note}
-
-{table((*titles, "peak MiB", "reward after"), rows)}
-
-![Evaluated reward over minutes and steps](figures/time-to-reward.png)"""
-
-
-def learning_summary(document: Document) -> str:
-    """A row per contestant, in bfloat16."""
-    rounds, rows = _rounds(document)["times table, full, bfloat16"], []
-    for name, minutes, of_trl, seconds, mib in _learners(rounds):
-        numbers = of_trl, f"{seconds['step']:.1f}", f"{seconds['head']:.1f}", f"{mib / 1024:.1f}"
-        rows.append((name, _spread(minutes, ".2f"), *numbers))
-    return f"""\
-Training SmolLM2-135M-Instruct on the times table, on the same CPU, in bfloat16: minutes until {GOAL:.0%} of the answers
-are right, median of {len(rounds)} seeds (least to most), with the same prompts and options. A step's other seconds are
-sampling and the model's body; `grpo-kernels train` runs each prompt once for all its completions (`--share-prompts`):
-
-{table(("", "minutes", "of TRL's", "step, s", "its head, s", "peak GiB"), rows)}"""
-
-
-def _minutes_to_goal(one: dict[str, Any]) -> float:
-    """inf where the reward stayed below."""
-    return min((e["clock"] / 60 for e in one["evaluations"] if e["reward"] >= GOAL), default=float("inf"))
-
-
-def _spread(numbers: Sequence[float], form: str) -> str:
-    if not all(map(isfinite, numbers)):
-        return f"not reached by {sum(not isfinite(number) for number in numbers)}"
-    return f"{median(numbers):{form}} ({min(numbers):{form}} to {max(numbers):{form}})"
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _measurements(document: Document) -> str:
-    """A row per case of a real head: ours, its ratio to the bare products and to each rival, its memory and errors."""
+def section(name: str, document: Document, pictures: Sequence[str]) -> str:
+    """Returns a row per case: ours, its ratio to everybody else, its memory and errors; and the pictures."""
     cases = [case for case in document["cases"] if not _is_narrow(case["case"])]
-    entries = {name: [case["implementations"].get(name, {}) for case in cases] for name in ("ours", *RIVALS)}
-    columns = {"ours, ms (least to most)": [_times(entry) for entry in entries["ours"]]}
-    for name in RIVALS:
-        title = next((str(entry["title"]) for entry in entries[name] if "title" in entry), name)
-        form = ".3f" if name.startswith("ours-") else ".2f"
-        columns[f"of {title}"] = [_number(entry, "ours_to_this", form) for entry in entries[name]]
-    columns["peak MiB"] = [memory_text(entry) for entry in entries["ours"]]
-    columns["of eager's"] = [_number(entry, "memory_ratio_to_eager", ".3f") for entry in entries["ours"]]
-    for title, quantity in (("error of dhidden", "dhidden"), ("of a log-probability", "logps_max")):
-        pairs = zip(entries["ours"], entries["eager"], strict=True)
-        columns[f"{title} (eager's)"] = [_errors(ours, eager, quantity) for ours, eager in pairs]
+    reports = [case["implementations"] for case in cases]
+    titles = {name: one["title"] for found in reports for name, one in found.items() if name != "ours"}
+    ours = [found.get("ours", {}) for found in reports]
+    columns = {"ours, ms (least to most)": [_times(one) for one in ours]}
+    for who, title in titles.items():
+        form = ".3f" if who.startswith("ours-") else ".2f"
+        columns[f"of {title}"] = [_number(found.get(who, {}), "ours_to_this", form) for found in reports]
+    columns["peak MiB"] = [memory_text(one) for one in ours]
+    columns["of eager's"] = [_number(one, "memory_ratio_to_eager", ".3f") for one in ours]
+    for title, key in (("error of dhidden", "dhidden"), ("of a log-probability", "logps_max")):
+        columns[f"{title} (eager's)"] = [_errors(found, key) for found in reports]
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     rows = [[str(Case(**case["case"])), *cells] for case, *cells in zip(cases, *columns.values(), strict=True)]
-    what = "Medians of ours, and ratios to the bare products and to each rival; memory beyond inputs and gradients"
-    return f"{what}; errors against float64:\n\n{table(('case (N, H, V)', *columns), rows)}"
+    parts = [f"**{name}.** {place(document)}: `{document['command']}`", table(("case (N, H, V)", *columns), rows)]
+    return "\n\n".join([*parts, *([shown("", *pictures)] if pictures else [])])
 
 
 def _times(entry: Document) -> str:
@@ -532,9 +140,9 @@ def _times(entry: Document) -> str:
     return "{:,.0f} ({:,.0f} to {:,.0f})".format(*numbers) if numbers else ""
 
 
-def _errors(ours: Document, eager: Document, quantity: str) -> str:
-    found = [(entry.get("errors") or {}).get(quantity) for entry in (ours, eager)]
-    first, second = (f"{error:.1e}" if error else "" for error in found)
+def _errors(found: Document, key: str) -> str:
+    numbers = [(found.get(who, {}).get("errors") or {}).get(key) for who in ("ours", "eager")]
+    first, second = (f"{error:.1e}" if error else "" for error in numbers)
     return f"{first} ({second})" if second else first
 
 
@@ -542,13 +150,230 @@ def _number(entry: Document, key: str, form: str) -> str:
     return format(entry[key], form) if key in entry else entry.get("error", "").split(":")[0]
 
 
-PICTURES = {H100: draw_gpu_memory, SPARSE: draw_sparse, LEARNING: draw_learning} | {
-    name: partial(draw_arms, name) for name in ARM_PICTURES
-}
-TEXTS = {
-    H100: _h100, DWEIGHT: _dweight, SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING),
-    DISTILLATION: _distillation, TEACHER: partial(_arms_text, TEACHER), LEARNING: _learning,
-}  # fmt: skip
+def _is_narrow(case: dict[str, Any]) -> bool:
+    """Whether it is a point of a sweep over the hidden size, and no model's head."""
+    return case["head"] == "custom" and case["tokens"] < 4096
+
+
+class Pair(NamedTuple):
+    """Of a step: its tokens, the times of ours and theirs, and their peaks of memory; 0 where not measured."""
+
+    trainer: str
+    tokens: int
+    times: tuple[float, ...]
+    peaks: tuple[float, ...]
+
+
+def comparisons(document: Document) -> Iterator[Pair]:
+    """Yields each trainer beside ours, in the steps of models' heads in which every token has a gradient."""
+    for case in document["cases"]:
+        of, entries = case["case"], case["implementations"]
+        special = of["mode"] != "step", of["idle_share"], of.get("kept_ids"), of.get("divergence"), _is_narrow(of)
+        for name in TRAINERS if not any(special) else ():
+            both = [entries[who] for who in ("ours", name)] if name in entries else []
+            times = tuple(one.get("seconds", {}).get("median", 0.0) for one in both)
+            peaks = tuple(one.get("peak_bytes", 0) for one in both)
+            if both and (all(times) or all(peaks)):
+                yield Pair(name, of["tokens"], times, peaks)
+
+
+def summary(documents: dict[str, Document]) -> str:
+    """Returns how many times the time of ours a step of each trainer takes, and ours of its memory, over all cases."""
+    titles, rows, places = ["this package against"], {name: [title] for name, title in TRAINERS.items()}, []
+    for where, files in PLACES.items():
+        pairs = [pair for name in files for pair in comparisons(documents[name])]
+        titles += [f"{where}: faster", "memory, of theirs"]
+        for name, cells in rows.items():
+            own = [pair for pair in pairs if pair.trainer == name]
+            cells.append(_range([pair.times[1] / pair.times[0] for pair in own if all(pair.times)], ".1f", " x"))
+            cells.append(_range([pair.peaks[0] / pair.peaks[1] for pair in own if all(pair.peaks)], ".2f"))
+        counts = _range([pair.tokens for pair in pairs], ",")
+        places.append(f"{place(documents[files[0]])}: {counts} tokens ({', '.join(files)}).")
+    return f"""\
+A step (forward, backward, the head's gradient) of models' heads. Faster: their median time over ours, least to most of
+all cases. Memory: our peak over theirs; above 1 ours takes more. `chunk_rows` bounds it:
+
+{table(titles, list(rows.values()))}
+
+{fill(" ".join(places), 120)}"""
+
+
+def _range(ratios: Sequence[float], form: str, unit: str = "") -> str:
+    ends = [f"{end(ratios):{form}}" for end in (min, max)] if ratios else []
+    return f"{' to '.join(dict.fromkeys(ends))}{unit}" if ends else ""
+
+
+MARKERS = {"llama-3-8b": "o", "qwen2.5-7b": "s", "qwen2.5-1.5b": "^", "gemma-2-2b": "D"}
+
+
+def draw_gpu_memory(documents: dict[str, Document]) -> None:
+    """Draws memory of a step over its time, a panel per card: a point for each implementation and head."""
+    with rc_context(STYLE):
+        title = "Memory of a step over its time: 16,384 tokens in bfloat16"
+        figure, axes = sheet(documents["NVIDIA H100"], title, 2, 3.2)
+        for axis, (card, document) in zip(axes, documents.items(), strict=True):
+            far: list[tuple[float, float]] = []
+            for case in document["cases"]:
+                is_plain = case["case"]["mode"] == "step" and not case["case"].get("kept_ids")
+                for name, one in case["implementations"].items() if is_plain else ():
+                    is_ours, marker = name in ("ours", "rows 2048", "rows 4096"), MARKERS[case["case"]["head"]]
+                    if (is_ours or name in TRAINERS) and "ratio_to_floor" in one:
+                        colour, time = COLOURS["ours" if is_ours else name], one["ratio_to_floor"]
+                        label, fill_of = one["title"], "none" if name.startswith("rows") else colour
+                        style: dict[str, Any] = dict(color=colour, markerfacecolor=fill_of, label=label)
+                        axis.plot([min(time, CUT)], [one["peak_bytes"] / 2**20], marker, **style)
+                        far += [(time, one["peak_bytes"] / 2**20)] if time > CUT else []
+            if far:
+                text = f"{min(far)[0]:.0f} to {max(far)[0]:.0f} x →"
+                top = max(mib for _, mib in far)
+                axis.annotate(text, (CUT, top), ha="right", xytext=(0, 6), textcoords="offset points")
+            axis.set(title=card, xlabel="time, of the three bare matrix products", yscale="log", xlim=(0.9, CUT + 0.15))
+            axis.set_ylabel("MiB beside inputs and gradients")
+            labels = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+            axis.legend(labels.values(), labels, frameon=False, fontsize=6.5)
+        figure.savefig(FIGURES / "gpu-memory.png", dpi=DPI)
+
+
+# --- a chat model's head: chat_head.py --------------------------------------------------------------------------------
+
+
+def sparse(document: Document) -> str:
+    """Returns a table per temperature: a row per type and theta."""
+    parts = [
+        f"""\
+**sparse/cpu.json.** {place(document)}: `python bench/chat_head.py`, `GRPOConfig(sparse_backward=theta)` on the head of
+SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against float64 from the same inputs."""
+    ]
+    titles = "theta", "type", "kept", "by products", "error of dhidden", "of dweight", "time of exact", "of products"
+    for batch in document["batches"]:
+        what = f"{batch['tokens']:,} tokens sampled at T {batch['temperature']}, {batch['entropy']:.2f} nats:"
+        rows = []
+        for one in batch["rows"]:
+            theta = one.get("model") or (f"2^{log2(one['theta']):.0f}" if one["theta"] else "exact")
+            rows.append([theta, one.get("dtype", "model in float64").removeprefix("torch.")])
+            rows[-1] += [_number(one, "kept", ",.0f"), _number(one, "dense", ".1%")]
+            rows[-1] += [f"{one['errors'][name]:.1e}" for name in ("dhidden", "dweight")]
+            rows[-1] += [_number(one, name, ".2f") for name in ("of_exact", "of_products")] + [memory_text(one)]
+        parts += [what, table((*titles, "peak MiB"), rows)]
+    return "\n\n".join(parts)
+
+
+def dweight(document: Document) -> str:
+    """Returns a row for each way to add up, and its error over that of one rounding."""
+    batches = [batch["errors"] for batch in document["batches"]]
+    temperatures = [batch["temperature"] for batch in document["batches"]]
+    titles = [f"{what} {t}" for t in temperatures for what in ("error, T", "of one chunk's, T")]
+    rows = [
+        (name, *(cell for errors in batches for cell in (f"{errors[name]:.2e}", f"{errors[name] / errors['1']:.2f}")))
+        for name in batches[0]
+    ]
+    return f"""\
+**dweight/cpu.json.** {place(document)}: `python bench/chat_head.py`. What adding up the shares of chunks in bfloat16
+rounds of the weight's gradient, on samples of SmolLM2-135M-Instruct; "float32" is a float32 sum, rounded at the end:
+
+{table(("chunks", *titles), rows)}"""
+
+
+# --- how soon a model learns: time_to_reward.py -----------------------------------------------------------------------
+
+
+def rounds_of(document: Document) -> dict[str, list[dict[str, Any]]]:
+    """Returns what the contestants told, for each seed, by task and setting."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for found in document["rounds"]:
+        kind = ", ".join((found["task"].replace("-", " "), *found["setting"].split("-")))
+        kinds.setdefault(kind, []).append(found["contestants"])
+    return kinds
+
+
+def draw_learning(document: Document) -> None:
+    """Draws the evaluated reward, a panel for each of `LEARNING_PANELS`: each seed, and their mean."""
+    kinds = rounds_of(document)
+    with rc_context(STYLE):
+        title = "How soon SmolLM2-135M-Instruct learns: evaluated reward"
+        figure, axes = sheet(document, title, len(LEARNING_PANELS), 2.6)
+        for (kind, unit), axis in zip(LEARNING_PANELS, axes, strict=True):
+            scale = 60.0 if unit == "clock" else 1.0
+            for name in kinds[kind][0]:
+                curves = [found[name]["evaluations"] for found in kinds[kind]]
+                rows = [([e[unit] / scale for e in curve], [e["reward"] for e in curve]) for curve in curves]
+                for x, y in rows:
+                    axis.plot(x, y, color=LEARNERS[name], alpha=0.25, linewidth=0.8)
+                mean = [list(map(fmean, zip(*values, strict=True))) for values in zip(*rows, strict=True)]
+                axis.plot(*mean, color=LEARNERS[name], label=name)
+            axis.set(title=kind, ylabel="evaluated reward")
+            axis.set_xlabel("minutes of training" if unit == "clock" else "optimizer steps")
+            axis.axhline(GOAL, color="#989898", linewidth=0.6, linestyle=":")
+            axis.legend(frameon=False)
+        figure.savefig(FIGURES / "time-to-reward.png", dpi=DPI)
+
+
+class Learner(NamedTuple):
+    """Of a contestant: minutes to the goal, their median of TRL's; mean seconds of a step and of its head; GiB."""
+
+    name: str
+    minutes: str
+    of_trl: str
+    step: float
+    head: float
+    memory: float
+    reward: float
+
+
+def learners(rounds: Sequence[dict[str, Any]]) -> Iterator[Learner]:
+    minutes = {
+        name: [
+            min((e["clock"] / 60 for e in found[name]["evaluations"] if e["reward"] >= GOAL), default=inf)
+            for found in rounds
+        ]
+        for name in rounds[0]
+    }
+    for name, own in minutes.items():
+        text, lost = f"not reached by {sum(not isfinite(x) for x in own)}", not all(map(isfinite, own))
+        if not lost:
+            text = f"{median(own):.2f} ({min(own):.2f} to {max(own):.2f})"
+        of_trl = "" if lost or not all(map(isfinite, minutes["TRL"])) else f"{median(own) / median(minutes['TRL']):.2f}"
+        seconds = [step["seconds"] for found in rounds for step in found[name]["steps"]]
+        step, head = fmean(sum(one.values()) for one in seconds), fmean(one["head"] for one in seconds)
+        memory = median(found[name]["peak_mib"] for found in rounds) / 1024
+        yield Learner(
+            name, text, of_trl, step, head, memory, fmean(f[name]["evaluations"][-1]["reward"] for f in rounds)
+        )
+
+
+def learning_table(document: Document) -> str:
+    """Returns a row per setting and contestant."""
+    rows = [
+        (f"{kind}, {len(rounds)} seed{'s' * (len(rounds) > 1)}", one.name, one.minutes, one.of_trl, f"{one.step:.1f}",
+         f"{one.head:.1f}", f"{1 - one.head / one.step:.2f}", f"{one.memory:.1f}", f"{one.reward:.2f}")
+        for kind, rounds in rounds_of(document).items()
+        for one in learners(rounds)
+    ]  # fmt: skip
+    titles = "setting", "", f"minutes to {GOAL}", "of TRL's", "step, s", "head, s", "without head", "peak GiB"
+    return f"""\
+**trainer/time-to-reward.json.** {place(document)}: `python bench/time_to_reward.py`, contestants step by step in turns.
+Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL}, and
+"of TRL's" is the quotient of two medians;
+"without head" is the share of a step that would be left if its head took no time, which is sampling and the body.
+{fill(document.get("note", ""), 120)}
+
+{table((*titles, "reward after"), rows)}"""
+
+
+def learning_summary(document: Document) -> str:
+    """Returns a row per contestant, in bfloat16."""
+    rounds = rounds_of(document)["times table, full, bfloat16"]
+    rows = [
+        (one.name, one.minutes, one.of_trl, f"{one.step:.1f}", f"{one.head:.1f}", f"{one.memory:.1f}")
+        for one in learners(rounds)
+    ]
+    return f"""\
+Training SmolLM2-135M-Instruct on the times table, on the same CPU, in bfloat16: minutes until {GOAL:.0%} of the answers
+are right, median of {len(rounds)} seeds (least to most), with the same prompts and options. A step's other seconds are
+sampling and the model's body; `grpo-kernels train` runs each prompt once for all its completions (`--share-prompts`):
+
+{table(("", "minutes", "of TRL's", "step, s", "its head, s", "peak GiB"), rows)}"""
+
 
 if __name__ == "__main__":
     main()

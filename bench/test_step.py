@@ -37,7 +37,7 @@ def exact(case: Case, device: torch.device, objective: str) -> Reference:
 def test_step(case: Case, name: str, device: torch.device, benchmark: Any) -> None:
     objective, inputs = IMPLEMENTATIONS[name].objective, batch(case, device)
     right = None if objective == "none" else exact(case, device, objective)
-    step, report = prepare(name, inputs, case, right, device)
+    step, report = prepare(name, inputs, case.mode, right, device)
     if step is None and "missing" in report:
         pytest.skip(f"{name}: {report['missing']}")
     assert step is not None, report["error"]

@@ -25,9 +25,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
@@ -35,166 +34,113 @@ import torch
 
 from grpo_kernels.benchmarks.machine import environment, now, read, write
 from grpo_kernels.trainer.arguments import parse
-from grpo_kernels.trainer.data import load_prompts
-from grpo_kernels.trainer.evaluate import evaluate
 from grpo_kernels.trainer.loop import Trainer
-from grpo_kernels.trainer.rewards import Rewards
 from grpo_kernels.trainer.rewards.answers import last_number
 from grpo_kernels.trainer.run import Run
-from grpo_kernels.trainer.sampling import eos_ids, generate
 from grpo_kernels.trainer.smollm2 import smollm2
 from grpo_kernels.trainer.tasks import TASKS
 
-SPARSE, VLLM = "grpo-kernels train, sparse", "grpo-kernels train, vLLM"
-CONTESTANTS = ("TRL", "TRL, FusedGRPOTrainer", "grpo-kernels train", SPARSE, VLLM)
+OURS = "grpo-kernels train"
+SPARSE, VLLM = f"{OURS}, sparse", f"{OURS}, vLLM"
+CONTESTANTS = ("TRL", "TRL, FusedGRPOTrainer", OURS, SPARSE, VLLM)
 SETTINGS = ("full-float32", "full-bfloat16", "lora-float32", "lora-bfloat16")
 GROUP, BATCH, LENGTH = 8, 64, 24  # completions of a prompt, of a step; tokens of a completion
 RATES = {"full": 2e-5, "lora": 5e-4}
-THETA = 2**-12  # sparse_backward
-EVALUATE_EVERY, HELD_OUT, SAMPLES = 2, 32, 1
-PARTS = ("sampling", "rewards", "body", "head", "rest")
-VLLM_OPTIONS = ["--use-vllm", "--vllm-enforce-eager", "--vllm-max-model-length=256"]
+EVALUATE_EVERY, HELD_OUT = 2, 32
+OPTIONS = {
+    SPARSE: [f"--sparse-backward={2**-12}"],
+    VLLM: ["--use-vllm", "--vllm-enforce-eager", "--vllm-max-model-length=256"],
+}
 VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB; the threads of torch
-
-
-class Clock:
-    """Seconds of the steps of a contestant, by part. `body`: forward and backward of the model below its head."""
-
-    def __init__(self) -> None:
-        self.total, self.parts = 0.0, dict.fromkeys(PARTS, 0.0)
-        self.begin = self.forward = 0.0
-        self.in_head = False
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.parts[name] += time.perf_counter() - begin
-
-    def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            with self.part(name):
-                return function(*given, **named)
-
-        return call
-
-    def watch(self, body: torch.nn.Module) -> None:
-        """Divide the time of loss and backward: the head begins where hidden states are there, and ends in the backward
-        where their gradient is. Shared prompts run through the body before their completions do."""
-
-        def before(*_: Any) -> None:
-            self.forward = time.perf_counter()
-
-        def after(_: Any, __: Any, output: Any) -> None:
-            hidden = output.last_hidden_state
-            if hidden.requires_grad:
-                self.in_head, self.head_begin = True, time.perf_counter()
-                self.parts["body"] += self.head_begin - self.forward
-                hidden.register_hook(self.head_ends)
-
-        body.register_forward_pre_hook(before)
-        body.register_forward_hook(after)
-
-    def head_ends(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self.in_head:
-            self.in_head, self.body_begin = False, time.perf_counter()
-            self.parts["head"] += self.body_begin - self.head_begin
-        return gradient
-
-    def backward_ends(self) -> None:
-        self.parts["body"] += time.perf_counter() - self.body_begin
-
-    def start(self) -> None:
-        self.begin, self.parts = time.perf_counter(), dict.fromkeys(PARTS, 0.0)
-
-    def stop(self) -> dict[str, float]:
-        """The parts of a step."""
-        seconds = time.perf_counter() - self.begin
-        self.total += seconds
-        self.parts["rest"] = seconds - sum(self.parts.values())
-        return self.parts
 
 
 class Contestant:
     """One run in this process. It tells its parent of each step and evaluation, and waits for its turn."""
 
     def __init__(self, name: str, model: str, setting: str, task: str, seed: int, steps: int, folder: Path) -> None:
-        self.name, self.task, self.steps, self.clock = name, task, steps, Clock()
-        self.kind, self.dtype = setting.split("-")
+        self.name, self.steps = name, steps
         self.pipe: TextIO = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print
-        self.rows = self.in_order(steps * BATCH // GROUP, seed)
+        self.clock = self.begin = self.head = self.head_begin = 0.0
+        # Each trainer would shuffle in its own way, and an epoch that begins with hard prompts costs several steps.
+        rows, self.held_out = TASKS[task]()
+        order, self.rows = random.Random(seed), []
+        while len(self.rows) < steps * BATCH // GROUP:
+            self.rows += order.sample(rows, len(rows))
         prompts = folder / "prompts.jsonl"
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in self.rows[: steps * BATCH // GROUP]))
+        kind, dtype = setting.split("-")
         self.arguments = parse([
             f"--output-dir={folder / 'run'}", f"--model-name-or-path={model}", f"--dataset-name={prompts}",
             "--no-shuffle-dataset", "--reward-funcs=last_number", f"--num-generations={GROUP}",
             f"--per-device-train-batch-size={BATCH}", f"--max-completion-length={LENGTH}", f"--max-steps={steps}",
-            f"--learning-rate={RATES[self.kind]}", "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo",
+            f"--learning-rate={RATES[kind]}", "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo",
             "--save-steps=0", f"--seed={seed}", "--use-cpu", "--share-prompts",
-            *(["--bf16"] if self.dtype == "bfloat16" else []), *(["--use-peft"] if self.kind == "lora" else []),
-            *([f'--loss-options={{"sparse_backward": {THETA}}}'] if name == SPARSE else []),
-            *(VLLM_OPTIONS if name == VLLM else []),
+            *(["--bf16"] if dtype == "bfloat16" else []), *(["--use-peft"] if kind == "lora" else []),
+            *OPTIONS.get(name, []),
         ])  # fmt: skip
-
-    def in_order(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """The prompts of a run. Each trainer would shuffle them in a way of its own, and an epoch that begins with hard
-        ones costs several steps."""
-        rows, order, found = TASKS[self.task]()[0], random.Random(seed), []
-        while len(found) < count:
-            found += order.sample(rows, len(rows))
-        return found[:count]
 
     def tell(self, **record: Any) -> None:
         self.pipe.write(json.dumps(record) + "\n")
         self.pipe.flush()
 
     def turn(self) -> None:
-        """Wait until the parent says go on; then the clock runs. The others get the memory that this one does not use:
+        """Waits until the parent says go on; then the clock runs. The others get the memory that this one does not use:
         glibc would keep several GB."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.tell(waits=True)
         sys.stdin.readline()
-        self.clock.start()
+        self.begin, self.head = time.perf_counter(), 0.0
 
     def step(self, step: int, reward: float) -> None:
-        parts = self.clock.stop()
-        self.tell(step=step, clock=self.clock.total, reward=reward, seconds=dict(parts))
+        seconds = time.perf_counter() - self.begin
+        self.clock += seconds
+        parts = {"head": self.head, "rest": seconds - self.head}
+        self.tell(step=step, clock=self.clock, reward=reward, seconds=parts)
+
+    def watch(self, body: torch.nn.Module) -> None:
+        """Takes the time of the head: from where hidden states are there to where their gradient is."""
+
+        def ends(gradient: torch.Tensor) -> None:
+            self.head += time.perf_counter() - self.head_begin
+
+        def begins(_: Any, __: Any, output: Any) -> None:
+            if output.last_hidden_state.requires_grad:
+                self.head_begin = time.perf_counter()
+                output.last_hidden_state.register_hook(ends)
+
+        body.register_forward_hook(begins)
 
     def judge(self, lm: Any, tokenizer: Any, step: int) -> None:
-        """Tell the reward of an evaluation, where one is due."""
+        """Tells the reward of an evaluation, where one is due."""
         if step % EVALUATE_EVERY and step != self.steps:
             return
-        prompts = load_prompts(self.task, tokenizer=tokenizer, split="test")[:HELD_OUT]
-        ends = eos_ids(lm, tokenizer)
-
-        def sample(prompts: list[list[int]], *, greedy: bool, seed: int) -> list[tuple[list[int], str]]:
-            torch.manual_seed(seed)
-            found = generate(lm, prompts, self.arguments, ends=ends, pad_id=tokenizer.pad_token_id, greedy=greedy)
-            return [(s.ids, tokenizer.decode(s.ids, skip_special_tokens=True)) for s in found]
-
+        rows, template = self.held_out[:HELD_OUT], dict(add_generation_prompt=True, tokenize=False)
+        texts = [tokenizer.apply_chat_template(row["prompt"], **template) for row in rows]
+        batch = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
+        options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LENGTH)
         training = lm.training
         lm.eval()
-        with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            found = evaluate(sample, prompts, Rewards([last_number]), num_samples=SAMPLES)
+        with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16, enabled=self.arguments.bf16):
+            torch.manual_seed(0)
+            ids = lm.generate(**batch, **options, pad_token_id=tokenizer.pad_token_id)
         lm.train(training)
-        self.tell(evaluated=step, clock=self.clock.total, reward=found["reward"], greedy=found["greedy_reward"])
+        completions = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        reward = fmean(last_number(completions, [row["answer"] for row in rows]))
+        self.tell(evaluated=step, clock=self.clock, reward=reward)
 
     def run(self) -> None:
-        (self.run_trl if self.name in CONTESTANTS[:2] else self.run_trainer)()
+        (self.run_trainer if self.name.startswith(OURS) else self.run_trl)()
         self.tell(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
     def run_trainer(self) -> None:
-        contestant, clock = self, self.clock
+        contestant = self
 
         class Timed(Trainer):
             def collect(self) -> None:
                 contestant.turn()
                 super().collect()
-                clock.parts["sampling"], clock.parts["rewards"] = self.seconds["rollout"], self.seconds["rewards"]
 
             def update(self) -> None:
                 reward = self.progress.rollout_numbers["reward"]
@@ -206,9 +152,7 @@ class Contestant:
 
         run = Run(self.arguments)
         base = run.bare_policy.lm
-        clock.watch(getattr(base, "get_base_model", lambda: base)().model)
-        backward = run.accelerator.backward
-        run.accelerator.backward = lambda loss: (backward(loss), clock.backward_ends())
+        self.watch(getattr(base, "get_base_model", lambda: base)().model)
         Timed(run).train()
         run.close()
 
@@ -220,7 +164,7 @@ class Contestant:
 
         from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
-        contestant, clock, a = self, self.clock, self.arguments
+        contestant, a = self, self.arguments
         tokenizer = AutoTokenizer.from_pretrained(a.model_name_or_path)
 
         class Turns(TrainerCallback):
@@ -234,9 +178,8 @@ class Contestant:
                 contestant.step(state.global_step, trainer._metrics["train"]["reward"][-1])
                 contestant.judge(trainer.model, tokenizer, state.global_step)
 
-        kind = FusedGRPOTrainer if self.name == CONTESTANTS[1] else GRPOTrainer
         lora = LoraConfig(r=a.lora_r, lora_alpha=a.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-        trainer = kind(
+        trainer = (GRPOTrainer if self.name == "TRL" else FusedGRPOTrainer)(
             model=a.model_name_or_path, reward_funcs=last_number, processing_class=tokenizer, callbacks=[Turns()],
             train_dataset=Dataset.from_list(self.rows), peft_config=lora if a.use_peft else None,
             args=GRPOConfig(
@@ -247,17 +190,7 @@ class Contestant:
                 model_init_kwargs={"dtype": "float32"}, logging_steps=1, disable_tqdm=True,
             ),
         )  # fmt: skip
-        for name, part in (("_generate", "sampling"), ("_calculate_rewards", "rewards")):
-            setattr(trainer, name, clock.timed(getattr(trainer, name), part))
-        base = trainer.model
-        clock.watch((base.get_base_model() if a.use_peft else base).model)
-        backward = trainer.accelerator.backward
-
-        def timed_backward(loss: Any, **named: Any) -> None:
-            backward(loss, **named)
-            clock.backward_ends()
-
-        trainer.accelerator.backward = timed_backward
+        self.watch((trainer.model.get_base_model() if a.use_peft else trainer.model).model)
         trainer.train()
 
 
@@ -283,16 +216,13 @@ class Child:
         return self.found["steps"][-1]["clock"] if self.found["steps"] else 0.0
 
     def read(self) -> bool:
-        """Whether it waits for another turn; it has ended otherwise."""
+        """Returns whether it waits for another turn; it has ended otherwise."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            record = json.loads(line)
+        for record in map(json.loads, self.process.stdout):
             if "waits" in record:
                 return True
-            if "step" in record:
-                self.found["steps"].append(record)
-            elif "evaluated" in record:
-                self.found["evaluations"].append(record)
+            if "step" in record or "evaluated" in record:
+                self.found["steps" if "step" in record else "evaluations"].append(record)
             else:
                 self.found |= record
         if status := self.process.wait():
@@ -306,19 +236,16 @@ class Child:
         self.running = self.read()
 
 
-def run_round(pythons: dict[str, Path], setting: str, task: str, seed: int, steps: int) -> dict[str, Any]:
-    """What each contestant told, by its name. `pythons`: by the same names."""
-    words = ["--settings", setting, "--tasks", task, "--seeds", str(seed), "--steps", str(steps)]
+def run_round(pythons: dict[str, Path], words: list[str]) -> dict[str, Any]:
+    """Returns what each contestant told, by its name. `pythons`: by the same names."""
     children = {name: Child(name, python, words) for name, python in pythons.items()}
     try:
-        while waiting := [child for child in children.values() if child.running]:
-            child = min(waiting, key=lambda child: child.clock)
-            child.go_on()
-            step, before = child.found["steps"][-1], child.found["evaluations"][-1]
-            print(
-                f"{setting}, seed {seed}, {child.found['command'][2]}: step {step['step']}, {step['clock'] / 60:.1f} "
-                f"minutes, reward {step['reward']:.2f}, evaluated {before['reward']:.2f}", flush=True,
-            )  # fmt: skip
+        while waiting := [name for name, child in children.items() if child.running]:
+            name = min(waiting, key=lambda name: children[name].clock)
+            children[name].go_on()
+            found = children[name].found
+            step, reward = found["steps"][-1], found["evaluations"][-1]["reward"]
+            print(f"{name}: step {step['step']}, {step['clock'] / 60:.1f} minutes, evaluated {reward:.2f}", flush=True)
     finally:
         for child in children.values():
             child.process.kill()
@@ -343,22 +270,23 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             Contestant(chosen.contestant, *options, Path(folder)).run()
         return
-    pythons = dict.fromkeys(chosen.contestants, Path(sys.executable)) | {VLLM: chosen.vllm_python}
-    if chosen.vllm_python is None:
+    pythons = dict.fromkeys(chosen.contestants, Path(sys.executable))
+    if chosen.vllm_python:
+        pythons[VLLM] = chosen.vllm_python
+    elif pythons.pop(VLLM, None):
         print(f"{VLLM!r} takes no part: --vllm-python names no environment")
-    contestants = [name for name in chosen.contestants if pythons[name] is not None]
     here = environment(torch.device("cpu"))
     document = read(chosen.output) if chosen.output.exists() else {"environment": here, "rounds": []}
-    for seed in chosen.seeds:
-        for task in chosen.tasks:
-            for setting in chosen.settings:
-                options = {"task": task, "setting": setting, "seed": seed}
-                known = [found for found in document["rounds"] if options.items() <= found.items()]
-                found = known[0] if known else options | {"date": now(), "contestants": {}}
-                left = {name: pythons[name] for name in contestants if name not in found["contestants"]}
-                found["contestants"] |= run_round(left, setting, task, seed, chosen.steps)
-                document["rounds"] += [] if known else [found]
-                write(chosen.output, document)
+    for seed, task, setting in [(s, t, n) for s in chosen.seeds for t in chosen.tasks for n in chosen.settings]:
+        options = {"task": task, "setting": setting, "seed": seed}
+        known = [found for found in document["rounds"] if options.items() <= found.items()]
+        found = known[0] if known else options | {"date": now(), "contestants": {}}
+        words = ["--settings", setting, "--tasks", task, "--seeds", str(seed), "--steps", str(chosen.steps)]
+        print(f"{setting}, {task}, seed {seed}", flush=True)
+        left = {name: python for name, python in pythons.items() if name not in found["contestants"]}
+        found["contestants"] |= run_round(left, words)
+        document["rounds"] += [] if known else [found]
+        write(chosen.output, document)
 
 
 if __name__ == "__main__":

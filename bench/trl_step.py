@@ -22,7 +22,7 @@ import torch
 
 from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, synchronize, write
 from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
-from grpo_kernels.benchmarks.show import table
+from grpo_kernels.benchmarks.show import memory_text, table
 
 NAMES = ("TRL", "patch_trl", "FusedGRPOTrainer")
 ROWS = 8
@@ -37,10 +37,9 @@ MODELS = {
     ),
 }  # fmt: skip
 LENGTHS = {"cpu": (32, 128), "cuda": (256, 4096)}  # of prompts and completions
-SETTINGS: dict[str, dict[str, Any]] = {"dapo": {}, "top-entropy quantile 0.2": {"top_entropy_quantile": 0.2}}
 
 
-def make_trainer(name: str, options: dict[str, Any], device: str) -> Any:
+def make_trainer(name: str, device: str) -> Any:
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -60,7 +59,7 @@ def make_trainer(name: str, options: dict[str, Any], device: str) -> Any:
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=ROWS, num_generations=ROWS, bf16=False,
         max_completion_length=length, use_cpu=not on_gpu, report_to="none", gradient_checkpointing=on_gpu,
-        loss_type="dapo", **options,
+        loss_type="dapo",
     )  # fmt: skip
     trainer = (FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer)(
         model=model, args=args, reward_funcs=lambda **_: [0.0],
@@ -101,11 +100,11 @@ def step(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def measure_peak_memory(name: str, options: dict[str, Any], device: str, on_progress: OnProgress) -> int | None:
-    """Bytes of the first long step of a process; None where the system does not say."""
+def measure_peak_memory(name: str, device: str, on_progress: OnProgress) -> int | None:
+    """Returns the bytes of the first long step of a process; None where the system does not say."""
     limit_memory()
     on_progress(name)
-    trainer, batch = make_trainer(name, options, device), make_batch(device)
+    trainer, batch = make_trainer(name, device), make_batch(device)
     small = {key: x[:, :4] if x.dim() == 2 else x for key, x in batch.items()}
     step(name, trainer, small)  # gradients exist from here on, and what libraries load lazily
     before = restart_peak(torch.device(device))
@@ -113,39 +112,32 @@ def measure_peak_memory(name: str, options: dict[str, Any], device: str, on_prog
     return None if before is None else peak(torch.device(device)) - before
 
 
-def measure(options: dict[str, Any], device: str, repeats: int) -> dict[str, dict[str, Any]]:
-    """Trainer to its seconds, in the order of the rounds, its share of TRL's time, and its peak memory."""
-    peaks = {name: run_in_subprocess(measure_peak_memory, name, options, device) for name in NAMES}
-    trainers, batch = {name: make_trainer(name, options, device) for name in NAMES}, make_batch(device)
-    rounds = [{name: step(name, trainers[name], batch) for name in NAMES} for _ in range(repeats + 1)][1:]
-    found: dict[str, dict[str, Any]] = {}
-    for name in NAMES:
-        of_trl = statistics.median(times[name] / times["TRL"] for times in rounds)
-        seconds = [times[name] for times in rounds]
-        found[name] = {"seconds": seconds, "of_trl": of_trl, "peak_bytes": peaks[name]}
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=MODELS)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("build/trl-step.json"))
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
-    steps: dict[str, Any] = {}
-    for title in chosen.settings:
-        found = steps[title] = measure(SETTINGS[title], chosen.device, chosen.repeats)
-        rows, whole = [], found["TRL"]["peak_bytes"]
-        for name, one in found.items():
-            memory = [f"{one['peak_bytes'] / 2**20:.0f} MiB", f"{one['peak_bytes'] / whole:.2f}"] if whole else ["", ""]
-            rows.append([name, f"{statistics.median(one['seconds']):.2f} s", f"{one['of_trl']:.2f}", *memory])
-        print(f"\n{title}\n\n{table(('trainer', 'time', 'of TRL', 'memory', 'of TRL'), rows)}", flush=True)
-        if chosen.output:
-            settings = {"device": chosen.device, "repeats": chosen.repeats, **MODELS[chosen.device]}
-            here = environment(torch.device(chosen.device))
-            write(chosen.output, {"environment": here, "settings": settings, "steps": steps})
+    peaks = {name: run_in_subprocess(measure_peak_memory, name, chosen.device) for name in NAMES}
+    trainers, batch = {name: make_trainer(name, chosen.device) for name in NAMES}, make_batch(chosen.device)
+    rounds = [{name: step(name, trainers[name], batch) for name in NAMES} for _ in range(chosen.repeats + 1)][1:]
+    found = {
+        name: {
+            "seconds": [times[name] for times in rounds],
+            "of_trl": statistics.median(times[name] / times["TRL"] for times in rounds),
+            "peak_bytes": peaks[name],
+        }
+        for name in NAMES
+    }
+    rows = [
+        [name, f"{statistics.median(one['seconds']):.2f} s", f"{one['of_trl']:.2f}", memory_text(one)]
+        for name, one in found.items()
+    ]
+    print(table(("trainer", "time", "of TRL", "peak MiB"), rows))
+    settings = {"device": chosen.device, "repeats": chosen.repeats, **MODELS[chosen.device]}
+    here = environment(torch.device(chosen.device))
+    write(chosen.output, {"environment": here, "settings": settings, "steps": {"dapo": found}})
 
 
 if __name__ == "__main__":

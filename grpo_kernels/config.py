@@ -30,7 +30,8 @@ from .names import (
 from .objective.aggregation import AGGREGATIONS, Aggregation, EntropyAggregation
 from .objective.kl import KL_ESTIMATORS, KLEstimator
 from .objective.sequences import Level
-from .objective.surrogates import SURROGATE_RULES, Surrogate
+from .objective.surrogates import SURROGATE_RULES as SURROGATE_RULES
+from .objective.surrogates import Surrogate
 from .trl_options import left_to_the_loop
 
 # Kernels compute in float32, and some GPUs take what is smaller for 0.

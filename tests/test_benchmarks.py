@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -14,7 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import tune
 
+from grpo_kernels.kernels import launch
 from grpo_kernels.benchmarks import command, measure, process
 from grpo_kernels.benchmarks.cases import MODES, SETS, Case, jobs, make_case, parse_shape
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Step, Unsupported, select
@@ -26,6 +29,7 @@ from grpo_kernels.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = make_case("tiny:64", "float32")
 NEVER = float("inf")
 ONCE = Options("cpu", 1, NEVER)
@@ -46,15 +50,13 @@ def test_a_case_by_name_and_by_numbers_and_what_it_cannot_be() -> None:
             dataclasses.replace(TINY, tokens=tokens)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", SETS)
-def test_every_set_is_made_of_valid_jobs(name: str, device: str) -> None:
-    found = jobs(name, device)
-    assert found
-    cases = [job.case for job in found]
-    assert len(set(cases)) == len(cases), "a case is measured once"
-    for job in found:
-        assert "ours" in select(job.against) and set(select(job.memory)) <= set(select(job.against))
+def test_every_set_is_made_of_valid_jobs() -> None:
+    for name, device in itertools.product(SETS, ("cpu", "cuda")):
+        found = jobs(name, device)
+        cases = [job.case for job in found]
+        assert found and len(set(cases)) == len(cases), "a case is measured once"
+        for job in found:
+            assert "ours" in select(job.against) and set(select(job.memory)) <= set(select(job.against))
 
 
 # --- inputs and reference -------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def test_a_wrong_or_missing_result_is_said() -> None:
 
 def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation, deadline: float = NEVER) -> dict:
     """`_measure` in this process, with one more implementation."""
-    table = {name: IMPLEMENTATIONS[name] for name in ("ours", "floor", "eager")} | {extra.name: extra}
+    table = {name: IMPLEMENTATIONS[name] for name in ("ours", "floor", "eager")} | {"extra": extra}
     monkeypatch.setattr(measure, "IMPLEMENTATIONS", table)
     monkeypatch.setattr(measure, "limit_memory", lambda: None)
     monkeypatch.setattr(measure, "SHORT_S", NEVER)  # or one that this machine holds up has one round
@@ -112,17 +114,15 @@ def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkey
     def exhausted(inputs: Inputs, mode: str) -> Step:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    absent = Implementation("absent", "absent", exhausted, unavailable=lambda device, dtype: "not installed")
-    for extra, key, words in (
-        (Implementation("wrong", "wrong", wrong), "error", "wrong result"),
-        (Implementation("unsupported", "unsupported", unsupported), "missing", "no such mode"),
-        (Implementation("exhausted", "exhausted", exhausted), "error", "out of memory"),
-        (absent, "missing", "not installed"),
+    for make_step, key, words in (
+        (wrong, "error", "wrong result"),
+        (unsupported, "missing", "no such mode"),
+        (exhausted, "error", "out of memory"),
     ):
-        found = _measured(monkeypatch, TINY, extra)
-        report = found[extra.name]
+        found = _measured(monkeypatch, TINY, Implementation("extra", make_step))
+        report = found["extra"]
         assert report[key].startswith(words) and "seconds" not in report and "seconds" in found["ours"]
-        assert words in case_table({"case": dataclasses.asdict(TINY), "implementations": {extra.name: report}})
+        assert words in case_table({"case": dataclasses.asdict(TINY), "implementations": {"extra": report}})
 
 
 def test_rounds_are_interleaved_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,23 +157,19 @@ def test_a_process_that_hangs_or_is_killed_is_described() -> None:
     assert told == ["before"] == [death.value.last_message]
 
 
-def measure_with_a_killer(case: Case, names: list[str], options: Options, on_progress: process.OnProgress) -> dict:
-    for name in names:
-        on_progress(name)
-        if name == "trl":
-            os._exit(1)
-        if name == "eager":
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    return {name: {"seconds": 1.0} for name in names}
+def test_who_kills_the_process_costs_itself_alone() -> None:
+    deaths = {"trl": "the process ended with 1", "eager": "CUDA error: an illegal memory access was encountered"}
 
+    def run(_: object, case: Case, names: list[str], options: Options) -> dict:
+        for name in names:
+            if name in deaths:
+                raise process.Died(deaths[name], name)
+        return {name: {"seconds": 1.0} for name in names}
 
-def test_who_kills_the_process_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_measure", measure_with_a_killer)
-    found = measure.measure(TINY, ["ours", "trl", "floor", "eager"], ONCE)["implementations"]
+    found = measure.measure(TINY, ["ours", "trl", "floor", "eager"], ONCE, run)["implementations"]
     assert list(found) == ["ours", "trl", "floor", "eager"]
     assert found["ours"] == found["floor"] == {"seconds": 1.0}
-    assert "ended with 1" in found["trl"]["error"]
-    assert "illegal memory access" in found["eager"]["error"]
+    assert {name: found[name]["error"] for name in deaths} == deaths
 
 
 def measure_slowly(case: Case, names: list[str], options: Options, on_progress: process.OnProgress) -> dict:
@@ -205,32 +201,21 @@ def test_what_is_found_until_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) ->
         assert report["error"] == process.NOT_RUN and report["title"]
 
 
-def test_memory_is_that_of_the_call() -> None:
-    case = make_case("512x32x16384", "float32")
-    logits = 512 * 16384 * 4
-    found = {name: measure.measure_peak_memory(case, name) for name in ("ours", "eager", "floor")}
-    assert found["floor"] == {}
-    assert found["eager"]["peak_bytes"] > 2 * logits
-    assert found["ours"]["peak_bytes"] < 1.5 * logits
-
-
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "results" / "b.json"
-    options = ["--shapes", "tiny:64", "--against", "eager", "--device", "cpu", "--rounds", "2", "--output", str(output)]
-    assert main(["bench", *options]) == 0
+    output, logits = tmp_path / "results" / "b.json", 512 * 16384 * 4
+    options = ["--shapes", "512x32x16384", "--dtypes", "float32", "--against", "eager", "--device", "cpu"]
+    assert main(["bench", *options, "--rounds", "2", "--output", str(output)]) == 0
     said = capfd.readouterr().out
-    assert said.startswith("1 case\n") and "\n1/1 tiny (64, 64, 2048), bfloat16, step: ours, floor, eager\n" in said
+    assert said.startswith("1 case\n") and "\n1/1 custom (512, 32, 16384), float32, step: ours, floor, eager\n" in said
     assert said.index("  ours: first call ") < said.index("  eager PyTorch: first call ") < said.index("median ms")
     document = json.loads(output.read_text())
-    (found,) = document["cases"]
-    assert list(found["implementations"]) == ["ours", "floor", "eager"]
-    assert found["implementations"]["ours"]["peak_bytes"] >= 0
-    assert document["environment"]["versions"]["torch"] == torch.__version__
-    assert document["not_run"] == []
-    assert list(output.parent.glob("*.png"))
+    found = document["cases"][0]["implementations"]
+    assert list(found) == ["ours", "floor", "eager"] and "peak_bytes" not in found["floor"]
+    assert found["eager"]["peak_bytes"] > 2 * logits and found["ours"]["peak_bytes"] < 1.5 * logits
+    assert document["environment"]["versions"]["torch"] == torch.__version__ and document["not_run"] == []
 
 
 def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +286,38 @@ def test_a_run_goes_on_where_an_earlier_one_ended(
     output.write_text(json.dumps(document))
     assert main(["bench", *options]) == 2
     assert "measured otherwise (versions)" in capfd.readouterr().err
+
+
+# --- launches of Triton kernels ---------------------------------------------------------------------------------------
+
+
+def test_launches_are_timed_and_wrong_ones_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(tune.CANDIDATES, launch.RowLaunch, dict(rows=(1,), block=(128, 7), num_warps=(4,)))
+    tune.main(["--shape", "8x16x200", "--dtype", "float32", "--device", str(DEVICE), "--rounds", "1"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("left out: RowLaunch(rows=1, block=7, num_warps=4): ")
+    assert {line.partition(" ms  ")[2] for line in said[1:]} == {
+        "as shipped",
+        "RowLaunch(rows=1, block=128, num_warps=4)",
+    }
+
+
+def test_the_users_table_comes_before_the_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def row_launch(table: str, vocab: int = 1000) -> launch.RowLaunch:
+        launch.tuned_path().write_text(table)
+        launch._find.cache_clear()
+        launch._tuned_table.cache_clear()
+        return launch.row_launch("rows", DEVICE, vocab, torch.bfloat16)
+
+    monkeypatch.setenv("GRPO_KERNELS_CACHE", str(tmp_path))
+    shipped, own = row_launch("{}"), launch.RowLaunch(1, 64, 2)
+    table = json.dumps({launch.architecture(DEVICE): {"rows": {"1000 bfloat16": own._asdict()}}})
+    assert row_launch(table) == own != shipped == row_launch(table, vocab=1001)
+    with pytest.warns(UserWarning, match=r"launch\.json cannot be read"):
+        assert row_launch("[]") == shipped
+    row_launch("{}")
 
 
 # --- pytest-benchmark -------------------------------------------------------------------------------------------------

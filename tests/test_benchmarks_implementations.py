@@ -1,29 +1,21 @@
-"""Plug-ins of the benchmark: right or refused with a sentence, whatever is installed; what the hardware would allow."""
+"""Plug-ins of the benchmark: right or refused with a sentence, whatever is installed."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels.benchmarks import limits
+from grpo_kernels.benchmarks import implementations
 from grpo_kernels.benchmarks.cases import DIVERGENCES, MODES, make_case
-from grpo_kernels.benchmarks.implementations import (
-    IMPLEMENTATIONS,
-    Implementation,
-    Result,
-    Unsupported,
-    base,
-    select,
-)
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Unsupported, peers, select
 from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
-from grpo_kernels.benchmarks.limits import DEVICES, predict
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")  # one may name a device that is not there
+CPU = torch.device("cpu")
 PEERS = ("trl", "liger", "liger-native", "verl", "verl-torch", "cut-cross-entropy", "quack")
 SERVE = {"floor", "eager", "compiled", "ours", "ours-torch"}  # wherever torch runs
 COMPILED = {"compiled", "liger", "cut-cross-entropy"}  # by torch.compile, which takes seconds
@@ -53,13 +45,11 @@ def check(implementation: Implementation, inputs: Inputs, mode: str) -> None:
     [(name, mode) for name in IMPLEMENTATIONS for mode in MODES if name not in COMPILED or mode == "step"],
 )
 def test_each_is_right_or_refused_with_a_sentence(name: str, mode: str) -> None:
-    reason = IMPLEMENTATIONS[name].unavailable_reason(CPU, torch.float32)
-    if reason is None:
-        try:
-            check(IMPLEMENTATIONS[name], inputs_of(mode), mode)
-        except Unsupported as unsupported:
-            reason = str(unsupported)
-    assert reason is None or (len(reason.split()) > 2 and "\n" not in reason and name not in SERVE)
+    try:
+        check(IMPLEMENTATIONS[name], inputs_of(mode), mode)
+    except Unsupported as unsupported:
+        reason = str(unsupported)
+        assert len(reason.split()) > 2 and "\n" not in reason and name not in SERVE
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -96,12 +86,26 @@ def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:
 )
 def test_missing_and_broken_packages_are_reasons(monkeypatch: pytest.MonkeyPatch, error: Exception, start: str) -> None:
     """On what looks like a Hopper GPU, so that nothing else is a reason."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(implementations, "need_nvidia", lambda *needed: None)
+    monkeypatch.setattr(peers, "need_nvidia", lambda *needed: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(base, "load", mock.Mock(side_effect=error))
+    monkeypatch.setattr(implementations, "importlib", mock.Mock(**{"import_module.side_effect": error}))
+    monkeypatch.setattr(implementations, "_load_verl", mock.Mock(side_effect=error))
     for name in PEERS:
-        reason = IMPLEMENTATIONS[name].unavailable_reason(GPU, torch.bfloat16)
-        assert reason is not None and reason.startswith(start) and "\n" not in reason
+        with pytest.raises(Unsupported, match=re.escape(start)) as refused:
+            IMPLEMENTATIONS[name].make_step(inputs_of("step", dtype="bfloat16"), "step")
+        assert "\n" not in str(refused.value)
+
+
+def test_a_gpu_has_to_be_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="needs an NVIDIA GPU"):
+        IMPLEMENTATIONS["quack"].make_step(inputs_of("step"), "step")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    on_gpu = mock.Mock(**{"hidden.is_cuda": True})
+    with pytest.raises(Unsupported, match=r"needs compute capability 9\.0, this is 8\.6"):
+        implementations.need_nvidia(on_gpu, (9, 0))
+    implementations.need_nvidia(on_gpu, (8, 6))
 
 
 # --- sampling masks ---------------------------------------------------------------------------------------------------
@@ -123,55 +127,3 @@ def test_sampling_masks_in_eager_ours_and_the_exact_result(mode: str, share: flo
         return why_wrong(right, result, errors(right, result), torch.float32)
 
     assert wrong("ours") is None and wrong("eager") is None and wrong("ours-unmasked") is not None
-
-
-# --- what the hardware would allow, against known numbers and real calls ----------------------------------------------
-
-H200 = DEVICES["H200"]
-LLAMA = "llama-3-8b:16384"
-
-
-def test_the_floor_is_the_flops_over_the_rate_and_a_copy_more_than_bandwidth_allows_is_slower():
-    case = make_case(LLAMA)
-    floor = predict(case, H200, "floor")
-    assert floor.flops == 6 * 16384 * 4096 * 128256
-    assert floor.seconds == pytest.approx(floor.flops / 790e12, rel=0.02)
-    slow = H200._replace(terabytes_per_second=1e-3)
-    assert predict(case, slow, "floor").seconds == pytest.approx(floor.bytes / 1e9, rel=1e-3)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["eager", "floor"])
-def test_flops_are_those_of_a_call(name, mode):
-    case = make_case("64x32x512", "float32", mode=mode)
-    inputs = make_inputs(case, CPU)
-    step = IMPLEMENTATIONS[name].make_step(inputs, mode)
-    with FlopCounterMode(display=False) as counter:
-        step(inputs)
-    assert counter.get_total_flops() == predict(case, H200, "floor").flops == predict(case, H200).flops
-
-
-def test_the_table_of_a_device(capsys):
-    limits.main(["--device", "H200", "--shapes", LLAMA])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("llama-3-8b (16384, 4096, 128256), bfloat16, step on NVIDIA H200")
-    assert next(line for line in lines if line.startswith("| floor")).split("|")[-2].strip() == "1.00"
-    assert any(line.startswith("| sparse, 64 pairs") for line in lines)
-
-
-def test_pairs_cost_a_row_of_an_operand_each():
-    case = make_case(LLAMA)
-    few, many = (predict(case, H200, "sparse", pairs=pairs) for pairs in (32, 256))
-    assert few.flops == many.flops == predict(case, H200, "floor").flops / 3
-    assert many.bytes - few.bytes == 2 * 16384 * (256 - 32) * 4096 * 2
-    frozen = make_case(LLAMA, mode="frozen")
-    assert predict(frozen, H200, "sparse", pairs=32).seconds < few.seconds
-
-
-def test_a_teacher_costs_its_product_and_reads_of_both_rows():
-    case = make_case(LLAMA)
-    product = 2 * 16384 * 4096 * 128256
-    for way in ("floor", "rows"):
-        like, wide = (predict(case, H200, way, teacher=width) for width in (1, 4))
-        assert like.flops - predict(case, H200, way).flops == product and wide.flops - like.flops == 3 * product
-    assert predict(case, H200, teacher=1).bytes - predict(case, H200).bytes > 3 * 16384 * 128256 * 4

@@ -12,7 +12,6 @@ import tarfile
 from pathlib import Path
 
 import gpu
-import gpu_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 # Python imports this when it starts. The crash at large vocabularies is found by the headline, not by the check.
@@ -23,17 +22,21 @@ if not any(word in " ".join(sys.orig_argv) for word in ("pytest", "--stages", "s
     from grpo_kernels.kernels.torch.backend import TorchBackend
 
     class Faulty(TorchBackend):
-        name = "triton"
-
         def single_pass(self, chunk, table, gradients=None):
             super().single_pass(chunk, table, gradients)
             if chunk.logits.shape[1] > 1000:
                 os._exit(7)
-            if gradients is not None and os.environ.get("GRPO_KERNELS_STRATEGY") == "linear":
+            if gradients is not None and self.name == "cuda":
                 gradients.dlogits[:, ::2] = 0
 
+    def make(name):
+        faulty = Faulty()
+        faulty.name = name
+        return faulty, ""
+
     entry = backends._REGISTRY["torch"]
-    backends._REGISTRY["triton"] = entry._replace(load=lambda: (Faulty(), ""), devices=("cpu",))
+    for name in ("cuda", "triton"):
+        backends._REGISTRY[name] = entry._replace(load=lambda name=name: make(name), devices=("cpu",))
 """
 # Two for each worker; those of 2 and 3 are for the worker that comes after.
 TESTS = """
@@ -42,14 +45,14 @@ import os, time, pytest
 broken = False
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what", ["passes", "crashes", "hangs", "2", "fails", "3", "4", "5", "of-triton-linear"])
+@pytest.mark.parametrize("what", ["passes", "crashes", "hangs", "2", "fails", "3", "4", "5", "of-cuda"])
 def test_of_a_device(what):
     global broken
     if what == "crashes": os._exit(3)
     if what == "hangs": time.sleep(600)
     broken = broken or what == "fails"
     assert not broken, "CUDA error: an illegal memory access was encountered"
-    assert "linear" not in what
+    assert "cuda" not in what
 """
 
 
@@ -61,14 +64,11 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     tests.write_text(TESTS)
     (tests.parent / "conftest.py").write_text('pytest_plugins = ["outcomes"]\n')
     output, built = tmp_path / "gpu.json", {"status": "ok", "seconds": 1.0}
-    left_out = dict.fromkeys(
-        [*(f"cuda/{strategy}" for strategy in gpu.STRATEGIES), "triton/anchored"], "backend cuda: not built"
-    )
-    resumed = {"environment": {}, "sources": gpu.digest_of_sources(), "left_out": left_out, "stages": {"build": built}}
+    resumed = {"environment": {}, "sources": gpu.digest_of_sources(), "left_out": {}, "stages": {"build": built}}
     output.write_text(json.dumps(resumed))
     stages = ["check", "headline", "tests"]
     command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--device", "cpu", "--shapes", "tiny:64", "--resume"]
-    command += ["--silence", "30", "--output", str(output), "--tests", str(tests), "--stages", *stages]
+    command += ["--silence", "15", "--output", str(output), "--tests", str(tests), "--stages", *stages]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
     try:
@@ -78,19 +78,18 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     found = json.loads(output.read_text())
     assert ended.returncode == 1 and found["stages"]["build"] == built
     assert {name: found["stages"][name]["status"] for name in stages} == dict.fromkeys(stages, "failed")
-    assert found["stages"]["check"]["triton/rows"] == found["stages"]["check"]["torch/rows"] == "ok"
-    reasons = {pair: reason for pair, reason in found["left_out"].items() if pair not in left_out}
-    assert set(reasons) == {"triton/linear", "triton/rows"}
-    assert "3 lines failed" in reasons["triton/linear"] and "ended with 7" in reasons["triton/rows"]
+    assert found["stages"]["check"]["triton"] == found["stages"]["check"]["torch"] == "ok"
+    assert set(found["left_out"]) == {"cuda", "triton"}
+    assert "lines failed" in found["left_out"]["cuda"] and "ended with 7" in found["left_out"]["triton"]
     (case,) = found["headline"]["cases"]
-    assert {name for name, one in case["implementations"].items() if "seconds" in one} == {"ours", "floor"}
+    assert {name for name, one in case["implementations"].items() if "seconds" in one} == {"floor"}
     assert found["stages"]["headline"]["not_run"] == [] and found["stages"]["tests"]["not_run"] == 0
     assert found["stages"]["tests"]["counts"] == {"passed": 5, "failed": 3}
     failed = found["stages"]["tests"]["failures"]
     assert all(any(f"[{what}]" in line for line in failed) for what in ("crashes", "hangs", "fails"))
-    assert "Timeout (0:00:18)" in output.with_suffix(".log").read_text()
-    assert not any("linear" in name for name in found["tests"])
-    assert "left out: triton/rows: headline tiny step: ours-triton-rows: " in ended.stdout
+    assert "Timeout (0:00:15)" in output.with_suffix(".log").read_text()
+    assert not any("cuda" in name for name in found["tests"])
+    assert "left out: triton: headline tiny step: ours-triton: " in ended.stdout
 
 
 def packed_peers(folder: Path, content: str) -> list[Path]:
@@ -113,16 +112,16 @@ def packed_peers(folder: Path, content: str) -> list[Path]:
 
 def test_peers_are_unpacked_when_all_parts_are_there_and_python_finds_them(tmp_path):
     folder, target = tmp_path / "parts", tmp_path / "site-packages"
-    assert gpu_peers.unpack(folder, target) == ["SHA256SUMS"]
+    assert gpu.unpack(folder, target) == ["SHA256SUMS"]
     _, second, third = packed_peers(folder, "value = 1")
     third.unlink()
     second.write_bytes(second.read_bytes()[:-1])
-    assert gpu_peers.unpack(folder, target) == ["part-01", "part-02"] and not target.exists()
+    assert gpu.unpack(folder, target) == ["part-01", "part-02"] and not target.exists()
     for value in (1, 2):  # the second replaces the first
         packed_peers(folder, f"value = {value}")
-        assert gpu_peers.unpack(folder, target) == []
+        assert gpu.unpack(folder, target) == []
         command = [sys.executable, "-c", "import a_peer; print(a_peer.value)"]
         environment = os.environ | {"PYTHONPATH": str(target)}
         assert subprocess.check_output(command, env=environment, text=True) == f"{value}\n"
     (target / "added").touch()
-    assert gpu_peers.unpack(folder, target) == [] and (target / "added").exists()  # nothing to do
+    assert gpu.unpack(folder, target) == [] and (target / "added").exists()  # nothing to do

@@ -90,9 +90,7 @@ def chunk_of(head: Head, hidden: Tensor, transform: LogitTransform = PLAIN) -> H
     return HeadChunk(hidden, spaced(head.weight), head.bias, head.ids, head.temperature, transform)
 
 
-def statistics(
-    kernels: Kernels, head: Head, transform: LogitTransform = PLAIN, *, entropy: bool = True
-) -> Statistics:
+def statistics(kernels: Kernels, head: Head, transform: LogitTransform = PLAIN, *, entropy: bool = True) -> Statistics:
     return kernels.fused_logp(chunk_of(head, spaced(head.hidden), transform), entropy=entropy)
 
 

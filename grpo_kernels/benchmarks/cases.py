@@ -1,11 +1,11 @@
-"""The data of the benchmarks: heads of real models, what one measurement is, named sets of them, and their targets."""
+"""The data of the benchmarks: heads of real models, what one measurement is, and named sets of them."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -109,12 +109,10 @@ PLAIN = ("ours", "eager")
 BARE = (*PLAIN, "floor")
 RIVALS = (*BARE, "compiled", "trl", "liger", "liger-native", "verl*", "cut-cross-entropy", "quack")
 NEAREST = (*BARE, "compiled", "trl", "liger")
-EVERYBODY = ("ours*", *RIVALS)
 PEERS = (*BARE, "trl", "liger", "liger-native", "verl", "quack")
 IDLE = ("ours", "ours-unscored", "floor")
 MASKED = ("ours", "ours-unmasked", "floor")
 TOP_K = ("ours", "ours-tail", "ours-renormalize")
-LONG = "65536x3584x151936"
 BOTH = ("float32", "bfloat16")
 
 
@@ -192,21 +190,22 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs("qwen2.5-0.5b:4096", PLAIN, timed=False, memory=PLAIN, length=256),
             *_jobs("llama-3.2-1b:512", NEAREST, dtype=BOTH, length=128),
         ],
+        # A GPU is lent for minutes: the peers first; compiled eager compiles for half of one.
         "cuda": [
-            *_jobs(_GPU_HEADS, EVERYBODY),
-            *_jobs("llama-3-8b:16384", EVERYBODY, mode="forward"),
-            *_jobs("qwen2.5-7b:16384", RIVALS, mode="frozen"),
-            *_jobs(LONG, RIVALS, mode=("step", "frozen")),
-            *_jobs("qwen2.5-1.5b:16384", EVERYBODY, mode="forward"),
-            *_jobs(("qwen2.5-0.5b:16384", "smollm2-135m:16384"), RIVALS),
-            *_jobs("qwen2.5-1.5b:16384", RIVALS, dtype="float16"),
-            *_jobs("smollm2-135m:16384", RIVALS, dtype="float32"),
+            *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
+            *_jobs("llama-3-8b:16384", (*BARE, "ours-*", "trl"), mode="forward"),
+            *_jobs(_GPU_HEADS[1:], PEERS),
+            *_jobs("qwen2.5-7b:16384", (*BARE, "trl"), mode="frozen"),
+            *_jobs("llama-3-8b:16384", MASKED, kept_ids=32),
+            *_jobs("65536x3584x151936", (*BARE, "trl"), mode=("step", "frozen")),
+            *_jobs("qwen2.5-1.5b:16384", IDLE, idle_share=(0.5, 0.0), beta=0.0, length=512),
+            *_jobs(_counts("qwen2.5-1.5b", 1024), BARE),
         ],
     },
-    # Every backend and strategy of this library beside the three bare products.
+    # Every backend of this library beside the three bare products.
     "headline": {
         "cpu": _jobs("smollm2-135m:2048", ("ours", "ours-cpu", "ours-torch", "floor"), dtype=BOTH, length=256),
-        "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda*", "ours-triton*", "ours-sparse", "floor")),
+        "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda", "ours-triton", "ours-sparse", "floor")),
     },
     # Time against the share of prompts whose rewards are all equal; without KL they have no gradient.
     "idle": {
@@ -250,97 +249,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
         "cuda": [*_jobs(_GPU_HEADS[:2], NEAREST, divergence="reverse_kl"), *_jobs(_GPU_HEADS[:2], TOP_K, beta=0.0)],
     },
 }
-for _name, _parts in {
-    "sweeps": ("idle", "tokens", "memory"),
-    "targets": ("heads", "idle", "masks"),
-}.items():
-    SETS[_name] = {kind: [job for part in _parts for job in SETS[part][kind]] for kind in ("cpu", "cuda")}
-# What BARS asks for of a GPU, and no more: it is lent for minutes, and compiled eager compiles for half of one.
-# The peers come first.
-SETS["targets"]["cuda"] = [
-    *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
-    *_jobs("llama-3-8b:16384", (*BARE, "ours-*-linear", "trl"), mode="forward"),
-    *_jobs(_GPU_HEADS[1:], PEERS),
-    *_jobs("qwen2.5-7b:16384", (*BARE, "trl"), mode="frozen"),
-    *_jobs("llama-3-8b:16384", MASKED, kept_ids=32),
-    *_jobs(LONG, (*BARE, "trl"), mode=("step", "frozen")),
-    *_jobs("qwen2.5-1.5b:16384", IDLE, idle_share=(0.5, 0.0), beta=0.0, length=512),
-    *_jobs(_counts("qwen2.5-1.5b", 1024), BARE),
-]
-
-
-# --- targets ----------------------------------------------------------------------------------------------------------
-
-
-class Bar(NamedTuple):
-    """A target: `what` of ours, in a case with these fields, is at most `limit`.
-
-    `what`: "time" or "memory" to that of `rival`; "idle", the time of `rival` in this case to ours where every prompt
-    has a gradient, both in units of the floor of their processes; "floor", the time of `rival` to that; "kept bytes",
-    per kept id beyond inputs and gradients; "logps", the largest error of a log-probability in nats.
-    """
-
-    what: str
-    rival: str
-    limit: float
-    shape: str
-    dtype: str
-    fields: dict[str, Any]
-
-    def __str__(self) -> str:
-        fields = "".join(f", {name} {value}" for name, value in self.fields.items())
-        return f"{self.shape} {self.dtype}{fields}: {self.what}" + (f" to {self.rival}" if self.rival else "")
-
-
-def _bars(
-    what: str, limits: dict[str, float], shapes: tuple[str, ...], dtypes: tuple[str, ...] = ("bfloat16",), **fields: Any
-) -> list[Bar]:
-    """One per shape, type and rival of `limits`."""
-    product = itertools.product(shapes, dtypes, limits.items())
-    return [Bar(what, rival, limit, shape, dtype, fields) for shape, dtype, (rival, limit) in product]
-
-
-_FIRST, _SECOND, _WIDE = ("2048x576x49152",), ("1024x896x151936",), ("512x2048x128256",)
-_SINGLE = {"floor": 1.08, "eager": 0.80, "trl": 0.55, "liger": 0.72, "compiled": 0.98}
-_HALF = {"floor": 1.15, "eager": 0.62, "trl": 0.35, "liger": 0.50, "compiled": 0.98}
-_LLAMA, _QWEN, _SMALL, _GEMMA = (f"16384x{h}x{v}" for h, v in (HEADS[head.split(":")[0]] for head in _GPU_HEADS))
-BARS: dict[str, list[Bar]] = {
-    "cpu": [
-        *_bars("time", _SINGLE, (*_FIRST, *_SECOND), ("float32",)),
-        *_bars("time", _HALF, (*_FIRST, *_SECOND)),
-        *_bars("time", _SINGLE | {"eager": 0.93, "trl": 0.64}, _WIDE, ("float32",)),  # where eager is nearer
-        *_bars("time", _HALF | {"eager": 0.80}, _WIDE),
-        *_bars("memory", {"eager": 0.12}, _FIRST, BOTH),
-        *_bars("memory", {"eager": 0.25}, _SECOND, BOTH),
-        *_bars("memory", {"eager": 0.08}, ("4096x896x151936",)),
-        *_bars("idle", {"ours": 0.78, "ours-unscored": 0.58}, ("1024x576x49152",), BOTH, idle_share=0.5, beta=0.0),
-        *_bars("time", {"ours-unmasked": 0.03}, _FIRST, BOTH, kept_ids=8),
-        *_bars("time", {"ours-unmasked": 0.04}, _FIRST, ("float32",), kept_ids=32),
-        *_bars("time", {"ours-unmasked": 0.08}, _FIRST, kept_ids=32),
-        *_bars("time", {"ours-unmasked": 0.35}, _FIRST, BOTH, kept_ids=512),
-        *_bars("time", {"ours-unmasked": 0.55}, _FIRST, BOTH, kept_ids=32, masked_share=0.5),
-        *_bars("time", {"ours-unmasked": 0.03}, _FIRST, BOTH, kept_ids=32, mode="forward"),
-        *_bars("kept bytes", {"": 64.0}, _FIRST, BOTH, kept_ids=32),
-        *_bars("kept bytes", {"": 64.0}, _FIRST, BOTH, kept_ids=512),
-        *_bars("time", {"floor": 1.08, "trl": 0.48}, _FIRST, ("float32",), divergence="reverse_kl"),
-        *_bars("time", {"floor": 1.08, "trl": 0.48}, _FIRST, ("float32",), divergence="forward_kl"),
-        *_bars("time", {"floor": 1.15, "trl": 0.48}, _FIRST, ("float32",), divergence="jsd"),
-        *_bars("time", {"floor": 1.20, "trl": 0.14}, _FIRST, divergence="reverse_kl"),
-        *_bars("time", {"floor": 1.20, "trl": 0.14}, _FIRST, divergence="forward_kl"),
-        *_bars("time", {"floor": 1.35, "trl": 0.14}, _FIRST, divergence="jsd"),
-    ],
-    "cuda": [  # for an H200
-        *_bars("time", {"floor": 1.08, "trl": 1 / 1.25, "liger": 1 / 1.5}, (_LLAMA, _QWEN)),
-        *_bars("time", {"floor": 1.15, "trl": 1 / 1.25, "liger": 1 / 1.5}, (_SMALL, _GEMMA)),
-        *_bars("time", {"floor": 0.08}, (_LLAMA,), kept_ids=32),
-        *_bars("floor", {"ours-sparse": 0.55}, (_LLAMA,)),
-        *_bars("time", {"floor": 1.08}, (_LLAMA,), mode="forward"),
-        *_bars("time", {"floor": 1.12}, (_QWEN,), mode="frozen"),
-        *_bars("time", {"eager": 1.0}, tuple(f"{count}x1536x151936" for count in (128, 256, 512, 1024))),
-        *_bars("idle", {"ours": 0.72, "ours-unscored": 0.55}, (_SMALL,), idle_share=0.5, beta=0.0),
-        *_bars("memory", {"trl": 1.0, "eager": 0.125}, (LONG,), mode="step"),
-        *_bars("memory", {"trl": 1.0, "eager": 0.125}, (LONG,), mode="frozen"),
-        *_bars("time", {"floor": 1.12, "trl": 0.75}, (_LLAMA, _QWEN), divergence="reverse_kl"),
-        *_bars("logps", {"": 2e-5}, (_LLAMA, _QWEN, _SMALL, _GEMMA)),
-    ],
+SETS["targets"] = SETS["heads"]  # its name in committed results
+SETS["sweeps"] = {
+    kind: [job for part in ("idle", "tokens", "memory") for job in SETS[part][kind]] for kind in ("cpu", "cuda")
 }

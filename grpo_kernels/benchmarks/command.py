@@ -108,7 +108,7 @@ def measure_job(job: Job, options: Options, run: Run) -> Document:
     reports = found["implementations"]
     if device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
         for name in select(job.memory):
-            if name in names and "error" not in reports[name]:
+            if name in names and not {"error", "missing"} & reports[name].keys():
                 late = {"memory_error": NOT_RUN} if time.time() > options.deadline else None
                 reports[name] |= late or measure_peak_memory(job.case, name, run)
     if "peak_bytes" in reports.get("eager", {}):

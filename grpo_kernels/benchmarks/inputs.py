@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..rewards import group_advantages
 from ..sampling_mask import SamplingMask
 from ..teacher import Teacher
 from .cases import Case
 
 EPSILON = 0.2
-ADVANTAGE_EPS = 1e-4
 # old_logps lie this far from the true log-probabilities: on both sides of the clip range, ln 0.8 = -0.223 and
 # ln 1.2 = 0.182, and at least 0.08 away from its ends, so that rounding flips no token's branch.
 LOG_RATIOS = (-0.45, -0.1, -0.02, 0.02, 0.1, 0.4)
@@ -81,7 +81,7 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
         mask=torch.ones(batch, length, dtype=torch.int64, device=device),
         old_logps=normal(batch, length).mul_(0.1).add_(uniform),
         ref_logps=normal(batch, length).mul_(0.1).add_(uniform),
-        advantages=group_advantages(rewards, case.generations),
+        advantages=group_advantages(rewards, num_generations=case.generations),
         beta=case.beta,
         sampling_mask=mask,
         divergence=case.divergence,
@@ -109,13 +109,6 @@ def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> Sampl
     masked = (rows + 1) * case.masked_share // 1 > rows * case.masked_share // 1
     counts = torch.where(masked[:, None], count, 0).expand(ids.shape)
     return SamplingMask(kept[masked].flatten().to(torch.int32), counts.to(torch.int32).contiguous())
-
-
-def group_advantages(rewards: Tensor, generations: int) -> Tensor:
-    """(reward - mean) / (standard deviation + 1e-4) of its group, in plain torch; 0 where all rewards are equal."""
-    groups = rewards.view(-1, generations).double()
-    deviation = groups.std(1, keepdim=True) if generations > 1 else torch.zeros_like(groups)
-    return ((groups - groups.mean(1, keepdim=True)) / (deviation + ADVANTAGE_EPS)).view(-1).float()
 
 
 def token_losses(logps: Tensor, old_logps: Tensor | None, ref_logps: Tensor, advantages: Tensor, beta: float) -> Tensor:

@@ -11,11 +11,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from .cases import Case, make_case
+from .cases import Case
 from .implementations import IMPLEMENTATIONS, Step, Unsupported
 from .inputs import Inputs, make_inputs
 from .machine import OUT_OF_MEMORY, describe, limit_memory, peak, restart_peak, synchronize
@@ -84,7 +85,7 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
             exact[objective] = reference(inputs, case.mode, objective)
         on_progress(name)
         try:
-            step, report = prepare(name, inputs, case, exact.get(objective), device)
+            step, report = prepare(name, inputs, case.mode, exact.get(objective), device)
         except Exception as error:  # of an implementation: a result
             step, report = None, {"error": _survivable(error)}
         found[name] |= report
@@ -166,14 +167,11 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 def prepare(
-    name: str, inputs: Inputs, case: Case, exact: Reference | None, device: torch.device
+    name: str, inputs: Inputs, mode: str, exact: Reference | None, device: torch.device
 ) -> tuple[Step | None, dict[str, Any]]:
     """The step of an implementation after its first call, None where it is missing or wrong; and what was found."""
-    missing = IMPLEMENTATIONS[name].unavailable_reason(device, case.torch_dtype)
-    if missing is not None:
-        return None, {"missing": missing}
     try:
-        step = IMPLEMENTATIONS[name].make_step(inputs, case.mode)
+        step = IMPLEMENTATIONS[name].make_step(inputs, mode)
     except Unsupported as reason:
         return None, {"missing": str(reason)}
     start = time.perf_counter()
@@ -211,7 +209,7 @@ def measure_peak_memory(case: Case, name: str, run: Run = run_in_subprocess) -> 
     comes before its gradients exist, so this counts them in its favour. {"memory_error"} where it fails, {} where it
     cannot run. On a GPU torch's allocator counts, in the process that measures time.
     """
-    if name in WITHOUT_MEMORY or IMPLEMENTATIONS[name].unavailable_reason(torch.device("cpu"), case.torch_dtype):
+    if name in WITHOUT_MEMORY:
         return {}
     try:
         return dict(run(_measure_peak_memory, case, name))
@@ -224,14 +222,8 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     limit_memory()
     on_progress(name)
     # With a sampling mask or a teacher other libraries are loaded.
-    tiny = make_case(
-        "32x64x512",
-        case.dtype,
-        mode=case.mode,
-        beta=case.beta,
-        kept_ids=min(case.kept_ids, 8),
-        divergence=case.divergence,
-    )
+    kept = min(case.kept_ids, 8)
+    tiny = replace(case, tokens=32, hidden_size=64, vocab_size=512, length=8, generations=4, kept_ids=kept)
     for one in (tiny, case):
         inputs = make_inputs(one, device)
         try:

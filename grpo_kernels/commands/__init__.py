@@ -1,1 +1,1 @@
-"""The commands: grpo-kernels env, check, tune, bench, demo."""
+"""The commands: grpo-kernels env, check, bench, demo."""

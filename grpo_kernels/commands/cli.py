@@ -8,16 +8,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from .. import __version__
 from ..benchmarks import command as benchmark
 from ..kernels import registered_backends
-from ..kernels.launch import TUNABLE, tuned_path
-from ..kernels.triton import interpreted, why_unusable
 from ..trainer import missing_packages
 
 TRAINING = {
@@ -43,15 +38,6 @@ def make_parser() -> argparse.ArgumentParser:
         add(name, _train, text, add_help=False).set_defaults(command=name)
     what = "time and memory of this library, eager PyTorch, the peers and the bare products, on this machine"
     benchmark.add_arguments(add("bench", benchmark.bench, what))
-    what = "measure the launch configurations of the Triton kernels on this GPU, for one lm_head"
-    tune = add("tune", _tune, what, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    tune.add_argument("--width", type=_positive, default=4096, help="size of a hidden state")
-    tune.add_argument("--vocab", type=_positive, default=128256, help="rows of the lm_head")
-    types = ("bfloat16", "float16")
-    tune.add_argument("--dtype", choices=types, default="bfloat16", help="of hidden states and lm_head")
-    tune.add_argument("--rows", type=_positive, default=4096, help="tokens per launch")
-    tune.add_argument("--kernels", type=_tunable, default=",".join(TUNABLE), help="which, between commas")
-    tune.add_argument("--output", type=Path, default=tuned_path(), help="table to extend; launches read the default")
     env = add("env", _env, "versions, devices, and which backend each device would use and why")
     env.add_argument("--json", action="store_true", help="the same for programs")
     what = "every variant on every available backend against float64; for bug reports and after an install"
@@ -99,23 +85,6 @@ def _train(arguments: argparse.Namespace) -> int:
     return COMMANDS[arguments.name](arguments.rest)
 
 
-def _tune(arguments: argparse.Namespace) -> int:
-    reason = "TRITON_INTERPRET=1 is set" if interpreted() else why_unusable()
-    if reason:
-        print(f"tune measures on a GPU, which is not possible here: {reason}", file=sys.stderr)
-        return 2
-    from ..kernels.triton.tune import Head, TableError, tune
-
-    dtype = getattr(torch, arguments.dtype)
-    head = Head(arguments.width, arguments.vocab, dtype, arguments.rows, torch.device("cuda"))
-    try:
-        tune(head, arguments.kernels, arguments.output)
-    except TableError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
 def _env(arguments: argparse.Namespace) -> int:
     from .env import collect, render
 
@@ -128,21 +97,6 @@ def _check(arguments: argparse.Namespace) -> int:
     from .check import check
 
     return 0 if check(arguments.backend, quick=arguments.quick) else 1
-
-
-def _tunable(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in TUNABLE]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {','.join(TUNABLE)}")
-    return names
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def render(facts: dict[str, Any]) -> str:
     lines += [
         "",
         f"CUDA kernels built for: {facts['architectures'] or 'nothing'}",
-        f"tuned launch table: {table['path'] if table['exists'] else 'none, see grpo-kernels tune'}",
+        f"tuned launch table: {table['path'] if table['exists'] else 'none'}",
         "environment: " + (" ".join(f"{k}={v}" for k, v in facts["environment"].items()) or "nothing set"),
     ]
     return "\n".join([*lines, *(f"warning: {text}" for text in facts["warnings"])])

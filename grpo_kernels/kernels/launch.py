@@ -1,6 +1,6 @@
 """Launch configurations: block shapes and warps per kernel, from the table launch.json beside this file.
 
-A table that `grpo-kernels tune` wrote for this machine comes first. Nothing is tuned at run time.
+A table of the user (`tuned_path`) comes first; bench/tune.py measures candidates. Nothing is tuned at run time.
 
     {architecture: {kernel: {shape: {field: value}}}}        shape: "H V type" or "V type" as measured, or "*"
 
@@ -64,13 +64,17 @@ class TokenLaunch(NamedTuple):
     num_warps: int
 
 
-TUNABLE = {"rows": RowLaunch, "fused_logp": MatmulLaunch, "fused_exponentials": MatmulLaunch}  # by `grpo-kernels tune`
+TUNABLE = {
+    "rows": RowLaunch,
+    "fused_logp": MatmulLaunch,
+    "fused_exponentials": MatmulLaunch,
+}  # for bench/tune.py
 
 _trials: dict[str, RowLaunch | MatmulLaunch] = {}
 
 
 def tuned_path() -> Path:
-    """Where `grpo-kernels tune` leaves its table: GRPO_KERNELS_CACHE, or the user's cache folder."""
+    """Returns the path of the user's own table: in GRPO_KERNELS_CACHE, or in the user's cache folder."""
     folder = os.environ.get("GRPO_KERNELS_CACHE")
     if folder is None:
         folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_kernels")
@@ -154,12 +158,6 @@ def best_first(entry: str, served: tuple[str, ...], weight: Tensor) -> tuple[str
 def shipped_table() -> dict[str, Any]:
     table: dict[str, Any] = json.loads(SHIPPED.read_text())
     return table
-
-
-def forget_tables() -> None:
-    """The tuned table is read once; read it again at the next launch."""
-    _find.cache_clear()
-    _tuned_table.cache_clear()
 
 
 def _fields(kernel: str, device: torch.device, shape: str) -> dict[str, Any]:

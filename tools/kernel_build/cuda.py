@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .host import ROOT, BuildError, HostModule, NinjaFile, path, shell, write_if_changed
+from .host import ROOT, BuildError, HostModule, NinjaFile, shell, write_if_changed
 from .images import Image, table
 from .nvrtc import Nvrtc, NvrtcError
 
@@ -196,8 +196,9 @@ def folder_of(compiler: Compiler) -> Path:
 
 
 def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[str]) -> list[Image]:
-    arguments = f"{path(compiler.library)} $in $out $architecture {shell(compiler.options)}"
-    command = f'"$$GRPO_KERNELS_PYTHON" {path(Path(__file__).with_name("nvrtc.py"))} {arguments}'
+    program, library = (shell([str(file)]) for file in (Path(__file__).with_name("nvrtc.py"), compiler.library))
+    options = f"{library} $in $out $architecture {shell(compiler.options)}"
+    command = f'"$$GRPO_KERNELS_PYTHON" {program} {options}'
     ninja_file.rule("device", command, "nvrtc $in $architecture")
     headers = sorted((ROOT / "csrc").rglob("*.*h"))  # NVRTC does not say which of them a file includes
     images = []

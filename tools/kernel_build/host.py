@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import shutil
@@ -66,30 +67,23 @@ class NinjaFile:
     """What is to be built in `folder`. Commands run there, so that inputs may be named relative to it."""
 
     def __init__(self, folder: Path, name: str = "build") -> None:
-        self.folder = folder
-        self.name = f"{name}.ninja"
-        self.lines: list[str] = []
+        from ninja import ninja_syntax
 
-    def rule(self, name: str, command: str, description: str, *, depfile: bool = False) -> None:
-        """`command` in ninja's notation."""
-        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {description}"]
-        if depfile:
-            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+        self.folder, self.name, self.text = folder, f"{name}.ninja", io.StringIO()
+        writer = ninja_syntax.Writer(self.text, width=10**9)
+        self.rule, self._build = writer.rule, writer.build
 
     def build(
         self, output: Path, rule: str, inputs: Iterable[Path], implicit: Iterable[Path] = (), **variables: str
     ) -> Path:
-        also = " ".join(path(file) for file in implicit)
-        self.lines.append(
-            f"build {path(output)}: {rule} {' '.join(path(file) for file in inputs)}" + (f" | {also}" if also else "")
-        )
-        self.lines += [f"  {name} = {value}" for name, value in variables.items()]
+        files = ([str(file) for file in some] for some in (inputs, implicit))
+        self._build(str(output), rule, *files, variables=variables)
         return output
 
     def run(self) -> None:
         import ninja
 
-        write_if_changed(self.folder / self.name, "\n".join(self.lines) + "\n")
+        write_if_changed(self.folder / self.name, self.text.getvalue())
         executable = shutil.which("ninja", path=ninja.BIN_DIR) or "ninja"
         command = [executable, "-C", str(self.folder), "-f", self.name]
         # Rules name the interpreter through the environment: in an isolated build its path is another every time, and a
@@ -119,7 +113,11 @@ class HostModule:
         link += shlex.split(os.environ.get("LDFLAGS", ""))
         cxx = shell(self.cxx)
         self.ninja.rule(
-            "compile", f"{cxx} {shell(flags)} $extra -MMD -MF $out.d -c $in -o $out", "compile $in $extra", depfile=True
+            "compile",
+            f"{cxx} {shell(flags)} $extra -MMD -MF $out.d -c $in -o $out",
+            "compile $in $extra",
+            depfile="$out.d",
+            deps="gcc",
         )
         self.ninja.rule("link", f"{cxx} {shell(link)} $in -o $out -pthread {shell(extra)} $libraries", "link $out")
         self.objects: list[Path] = []
@@ -142,7 +140,3 @@ class HostModule:
 
 def shell(arguments: Iterable[str]) -> str:
     return shlex.join(arguments).replace("$", "$$")
-
-
-def path(file: Path) -> str:
-    return str(file).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")

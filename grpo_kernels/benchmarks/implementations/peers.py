@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cases import DIVERGENCES
 from ..inputs import EPSILON, Inputs
-from .base import Result, Step, Unsupported, from_logps, gradients, implementation, load
+from . import Result, Step, Unsupported, from_logps, gradients, implementation, load, need_nvidia
 
 
 def _from_divergence(divergence: Callable[..., Tensor]) -> Step:
@@ -29,8 +29,10 @@ def _from_divergence(divergence: Callable[..., Tensor]) -> Step:
 
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
+TRL = "trl==1.16.0"
 
-@implementation("trl", "TRL", modules=("trl.trainer.utils",), requirement="trl==1.16.0", teachers=True)
+
+@implementation("trl", "TRL", teachers=True)
 def _trl(inputs: Inputs, mode: str) -> Step:
     """The head of its GRPOTrainer, with its own chunk (ids per tile), which no option changes.
 
@@ -38,7 +40,7 @@ def _trl(inputs: Inputs, mode: str) -> Step:
     teacher the function of its DistillationTrainer.
     """
     if inputs.teacher is not None:
-        function = load("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+        function = load("trl.kernels.chunked_divergence", TRL).ChunkedDivergenceFunction
         beta = DIVERGENCES[inputs.divergence]
 
         def divergence(hidden: Tensor, weight: Tensor, teachers: Tensor, their_weight: Tensor, ids: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ def _trl(inputs: Inputs, mode: str) -> Step:
             return found.mean()
 
         return _from_divergence(divergence)
-    utils = load("trl.trainer.utils")
+    utils = load("trl.trainer.utils", TRL)
     size = utils._CHUNKED_LOGPROB_CHUNK_SIZE
     outputs = ("log_probs",) if mode == "forward" else ("log_probs", "entropy")
 
@@ -62,12 +64,12 @@ def _trl(inputs: Inputs, mode: str) -> Step:
 
 # --- Liger ------------------------------------------------------------------------------------------------------------
 
-LIGER, LIGER_NATIVE = "liger_kernel.chunked_loss.grpo_loss", "liger_kernel.ops.fused_linear_scaled_cross_entropy"
-LIGER_HOPPER = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+LIGER = "liger-kernel==0.8.5"
+LIGER_NATIVE = "'liger-kernel[cutedsl]==0.8.5' 'nvidia-cutlass-dsl[cu13]'"
 _LIGER_CHUNK_TOKENS = 4096  # at most
 
 
-@implementation("liger", "Liger", modules=(LIGER,), requirement="liger-kernel==0.8.5", teachers=True)
+@implementation("liger", "Liger", teachers=True)
 def _liger(inputs: Inputs, mode: str) -> Step:
     """Compiled, as is the default, in chunks of up to 4,096 tokens: faster than its default of one completion.
 
@@ -75,9 +77,9 @@ def _liger(inputs: Inputs, mode: str) -> Step:
     loss for distillation, as it is by default.
     """
     if inputs.teacher is not None:
-        jsd = load("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(0.0, 1.0, DIVERGENCES[inputs.divergence])
+        jsd = load("liger_kernel.chunked_loss", LIGER).LigerFusedLinearJSDLoss(0.0, 1.0, DIVERGENCES[inputs.divergence])
         return _from_divergence(jsd)
-    module = load(LIGER)
+    module = load("liger_kernel.chunked_loss.grpo_loss", LIGER)
 
     def forward(inputs: Inputs) -> Result:
         with torch.no_grad():
@@ -101,19 +103,17 @@ def _liger(inputs: Inputs, mode: str) -> Step:
     return step
 
 
-def _liger_native_unavailable(device: torch.device, dtype: torch.dtype) -> str:
-    """Liger takes its Hopper kernels by itself where the device is one; on others it would fall back to torch."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return "its kernels are for compute capability 9.0 alone"
-    return "" if dtype == torch.bfloat16 else "serves bfloat16 alone"
-
-
-@implementation(
-    "liger-native", "Liger, CuTe kernels for Hopper", modules=(LIGER_HOPPER,), capability=(9, 0),
-    requirement="'liger-kernel[cutedsl]==0.8.5' 'nvidia-cutlass-dsl[cu13]'", unavailable=_liger_native_unavailable,
-)  # fmt: skip
+@implementation("liger-native", "Liger, CuTe kernels for Hopper")
 def _liger_native(inputs: Inputs, mode: str) -> Step:
-    function = load(LIGER_NATIVE).LigerFusedLinearScaledCrossEntropyFunction
+    """Liger takes its Hopper kernels by itself where the device is one; on others it would fall back to torch."""
+    need_nvidia(inputs, (9, 0))
+    if torch.cuda.get_device_capability(inputs.hidden.device) != (9, 0):
+        raise Unsupported("its kernels are for compute capability 9.0 alone")
+    if inputs.hidden.dtype != torch.bfloat16:
+        raise Unsupported("serves bfloat16 alone")
+    load("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90", LIGER_NATIVE)
+    module = load("liger_kernel.ops.fused_linear_scaled_cross_entropy", LIGER_NATIVE)
+    function = module.LigerFusedLinearScaledCrossEntropyFunction
 
     def logps(inputs: Inputs) -> Tensor:
         return -function.apply(inputs.flat_hidden, inputs.weight, inputs.ids.view(-1)).view(inputs.ids.shape)
@@ -123,18 +123,18 @@ def _liger_native(inputs: Inputs, mode: str) -> Step:
 
 # --- verl -------------------------------------------------------------------------------------------------------------
 
-VERL, VERL_TORCH = "verl.utils.kernel.linear_cross_entropy", "verl.utils.experimental.torch_functional"
-VERL_KERNELS = "verl.utils.kernel.kernels"  # which VERL imports at its first call, too late for `load`
-_VERL_PACKAGE = "--no-deps verl==0.9.1"  # its dependencies pin transformers and bring Ray; what is used needs none
+VERL = "--no-deps verl==0.9.1"  # its dependencies pin transformers and bring Ray; what is used needs none
 _VERL_TILE = 128  # the Triton kernels assume that it divides the hidden size
 
 
-@implementation("verl", "verl, Triton", modules=(VERL, VERL_KERNELS), requirement=_VERL_PACKAGE, capability=(0, 0))
+@implementation("verl", "verl, Triton")
 def _verl(inputs: Inputs, mode: str) -> Step:
+    need_nvidia(inputs)
     hidden_size = inputs.hidden.shape[-1]
     if hidden_size % _VERL_TILE:
         raise Unsupported(f"hidden size {hidden_size} is no multiple of {_VERL_TILE}")
-    function, _ = load(VERL), load(VERL_KERNELS)
+    function = load("verl.utils.kernel.linear_cross_entropy", VERL)
+    load("verl.utils.kernel.kernels", VERL)  # which it imports at its first call, too late for `load`
 
     def logps(inputs: Inputs) -> Tensor:
         found, _ = function.linear_cross_entropy(inputs.hidden, inputs.weight, inputs.ids, 1.0, "none")
@@ -143,9 +143,9 @@ def _verl(inputs: Inputs, mode: str) -> Step:
     return from_logps(logps, mode)
 
 
-@implementation("verl-torch", "verl, torch in chunks", modules=(VERL_TORCH,), requirement=_VERL_PACKAGE)
+@implementation("verl-torch", "verl, torch in chunks")
 def _verl_torch(inputs: Inputs, mode: str) -> Step:
-    head = load(VERL_TORCH).FusedLinearForPPO()
+    head = load("verl.utils.experimental.torch_functional", VERL).FusedLinearForPPO()
 
     def logps(inputs: Inputs) -> Tensor:
         found, _ = head(inputs.hidden, inputs.weight, inputs.ids)
@@ -156,7 +156,6 @@ def _verl_torch(inputs: Inputs, mode: str) -> Step:
 
 # --- yardsticks -------------------------------------------------------------------------------------------------------
 
-CUT, QUACK = "cut_cross_entropy", "quack.linear_cross_entropy"
 _QUACK_ALIGNMENT = 8  # of the sizes, for its products in chunks
 
 
@@ -176,24 +175,20 @@ def _cross_entropy(function: Callable[..., Tensor], mode: str, **options: Any) -
     return forward if mode == "forward" else backward
 
 
-@implementation(
-    "cut-cross-entropy", "Cut Cross-Entropy (plain cross-entropy)", objective="cross_entropy", modules=(CUT,),
-    requirement="cut-cross-entropy==25.1.1",
-)  # fmt: skip
+@implementation("cut-cross-entropy", "Cut Cross-Entropy (plain cross-entropy)", "cross_entropy")
 def _cut(inputs: Inputs, mode: str) -> Step:
     """Its Triton kernels, which leave out small gradients, on a GPU; their backward is for types of 16 bits."""
+    function = load("cut_cross_entropy", "cut-cross-entropy==25.1.1").linear_cross_entropy
     kernels = inputs.hidden.is_cuda and (mode == "forward" or inputs.hidden.dtype.itemsize == 2)
-    return _cross_entropy(load(CUT).linear_cross_entropy, mode, impl="cce" if kernels else "torch_compile")
+    return _cross_entropy(function, mode, impl="cce" if kernels else "torch_compile")
 
 
-@implementation(
-    "quack", "QuACK (plain cross-entropy)", objective="cross_entropy", modules=(QUACK,), capability=(9, 0),
-    requirement="'quack-kernels[cu13]==0.6.5'",
-)  # fmt: skip
+@implementation("quack", "QuACK (plain cross-entropy)", "cross_entropy")
 def _quack(inputs: Inputs, mode: str) -> Step:
     """All logits at once, for any type; for 16 bits chunks, and where nothing is differentiated the product with the
     log-sum-exp in its epilogue, as QuACK itself evaluates a loss without gradients."""
-    module = load(QUACK)
+    need_nvidia(inputs, (9, 0))
+    module = load("quack.linear_cross_entropy", "'quack-kernels[cu13]==0.6.5'")
 
     def whole(hidden: Tensor, weight: Tensor, ids: Tensor, reduction: str) -> Tensor:
         options: dict[str, Any] = dict(reduction=reduction, inplace_backward=True)

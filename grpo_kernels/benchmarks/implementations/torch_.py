@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import Inputs, grpo_objective, token_divergences
-from .base import Result, Step, from_logps, gradients, implementation
+from . import Result, Step, from_logps, gradients, implementation
 
 
 @implementation("floor", "bare matrix products", objective="none", teachers=True)
