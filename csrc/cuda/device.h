@@ -2,7 +2,7 @@
 // few instructions that C++ has no word for. The tests' emulator supplies the same functions on the CPU; everything
 // else that kernels.cu includes is plain C++.
 #pragma once
-#include "../objective.h"
+#include "../layout.h"
 
 #ifdef GK_EMULATOR
 #include "emulator.h"
@@ -36,8 +36,6 @@ template <class T>
 GK_DEVICE T shuffle_xor(T value, int mask) {
     return __shfl_xor_sync(0xFFFFFFFFu, value, mask);
 }
-// Bit i: whether `condition` holds in lane i. All 32 lanes take part.
-GK_DEVICE uint32_t ballot(bool condition) { return __ballot_sync(0xFFFFFFFFu, condition); }
 
 // ---- 16 or 8 bytes of device memory in one instruction: NVRTC splits some of the stores that are written as such ----
 GK_DEVICE void load_words(const void* address, uint32_t (&words)[4]) {
@@ -57,7 +55,6 @@ GK_DEVICE void store_words(void* address, const uint32_t (&w)[2]) {
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 GK_DEVICE float from_bits(uint32_t bits) { return __uint_as_float(bits); }
 GK_DEVICE uint32_t to_bits(float x) { return __float_as_uint(x); }
-GK_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 
 // 2^x to 2^-22.5, one instruction; 0 where the result is below the normal numbers. exp2f would spend three more on
 // numbers below 1e-38, which are far below the rounding of a softmax's gradient.

@@ -1,9 +1,7 @@
 // The row kernels: statistics in one read of the row, the gradient in one read and one write. A block per row.
 //
 // Each thread keeps the maximum and the sums of the columns that it has met and rebases them when a group of vectors
-// brings a larger one: one exponential per logit. single_pass is both launches, with the objective behind the
-// statistics: they read at the rate of the memory (2.06 ms for 16,384 rows of 128,256 float32 logits on an H200), which
-// kernels that held a row in the shared memory of a cluster, or read it back from the L2 cache, did not.
+// brings a larger one: one exponential per logit.
 //
 // Narrower gradients may lie over the front of the float32 row that they come from. All threads then load their group
 // before any of them writes; what is written lies at or before what has been loaded.
@@ -95,7 +93,6 @@ GK_DEVICE Sums<float> thread_sums(const Source<In>& source, const float* bias, c
     return sums;
 }
 
-// With a table also the objective of the token: the first launch of single_pass.
 template <class In>
 GK_DEVICE void stats(const RowLaunch& launch) {
     const RowArgs& args = launch.rows;
@@ -114,9 +111,7 @@ GK_DEVICE void stats(const RowLaunch& launch) {
     const Sums<double> sums = merge(exchange.warps, block_threads() / kWarp, exact);
     if (thread_index() > 0) return;
     const Sampled sampled = make_sampled(args, token, sampled_logit(args, source, token));
-    const Statistics found = make_statistics(sums, exact, sampled);
-    write_statistics(args, token, found);
-    if (args.tokens.table) evaluate_token(args.params, args.tokens, token, found.logp, found.entropy);
+    write_statistics(args, token, make_statistics(sums, exact, sampled));
 }
 
 // ---- gradient -------------------------------------------------------------------------------------------------------

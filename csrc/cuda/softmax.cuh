@@ -159,12 +159,6 @@ struct RowGradient {
     float logp, entropy;
 };
 
-// The objective of a row's token, into its values if `writes`.
-GK_DEVICE RowGradient evaluate_row(const RowArgs& args, int64_t token, const Statistics& found, bool writes) {
-    return {evaluate_token(args.params, args.tokens, token, found.logp, found.entropy, writes),
-            args.tokens.field(kWeightEntropy, token)};
-}
-
 // What every thread of a row needs for its gradient: du_j = 2^t (constant + linear t) (1 - tanh^2) for all but the
 // sampled id, t relative to `top`.
 struct Sweep {

@@ -73,11 +73,6 @@ GK_DEVICE T shuffle_xor(T value, int mask, GK_HERE) {
     memcpy(&value, &bits, sizeof value);
     return value;
 }
-GK_DEVICE uint32_t ballot(bool condition, GK_HERE) {
-    uint32_t bits = static_cast<uint32_t>(condition) << thread_index() % 32;
-    for (int mask = 16; mask > 0; mask /= 2) bits |= shuffle_xor(bits, mask, place);
-    return bits;
-}
 
 template <int count>
 struct alignas(4 * count) Words {  // the sanitizers see that an address is no multiple of the size
@@ -104,7 +99,6 @@ GK_DEVICE uint32_t to_bits(float x) {
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
-GK_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
 GK_DEVICE float exp2_fast(float x) {
     const float y = exp2f(x);
     return y < 0x1p-126f ? 0.f : y;
