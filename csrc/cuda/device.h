@@ -73,6 +73,11 @@ GK_DEVICE float max_or_nan(float x, float y) {  // fmaxf would swallow the NaN
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
     return larger;
 }
+GK_DEVICE float min_or_nan(float x, float y) {
+    float smaller;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
+    return smaller;
+}
 
 // ---- 16-bit numbers as bits, two in a word; rounded to nearest even -------------------------------------------------
 GK_DEVICE float half_to_float(uint16_t bits) {

@@ -1,5 +1,6 @@
 // api.h without the products: which kernel, how many blocks of which size, how much shared memory.
 #include <algorithm>
+#include <stdexcept>
 #include <string>
 
 #include "api.h"
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int kWarpThreads = 32, kVectorBytes = 16;
 constexpr int kVectorsPerThread = 8;  // that a thread should have at least: two groups of loads
-constexpr const char* kSuffixes[kDTypeCount] = {"f32", "bf16", "f16"};
+constexpr const char* kSuffixes[] = {"f32", "bf16", "f16"};
 
 int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 int64_t round_up(int64_t x, int64_t to) { return divide_up(x, to) * to; }
@@ -45,6 +46,19 @@ void stats(const RowArgs& args, Stream stream) {
 void gradient(const RowArgs& args, Stream stream) {
     if (args.rows == 0) return;
     launch(kernel_name("gradient", args, true).c_str(), block_per_row(args, stream), RowLaunch{args, overlaps(args)});
+}
+
+void exponentials(const RowArgs& args, const Product& product, float* unit, Stream stream) {
+    if (product.dtype != kBfloat16) throw std::invalid_argument("exponentials: hidden and weight must be bfloat16");
+    if (args.rows == 0) return;
+    const ExponentialLaunch call = {args, product, unit, overlaps(args)};
+    launch(kernel_name("exponentials", args, false).c_str(), block_per_row(args, stream), call);
+    repair_rows(call, stream);
+}
+
+void repair_rows(const ExponentialLaunch& call, Stream stream) {
+    const int64_t blocks = std::min<int64_t>(call.rows.rows, int64_t{kRepairBlocks} * current_device().multiprocessors);
+    launch("gk_repair_rows", {static_cast<unsigned>(blocks), kRepairThreads, kRepairShared, 1, stream}, call);
 }
 
 // ---- finished gradients ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // What the kernels of kernels.cu receive, and how many threads they take. Plain C++17, for host and device.
 #pragma once
-#include "../args.h"
+#include "api.h"
 
 namespace gk::cuda {
 
@@ -11,6 +11,19 @@ struct RowLaunch {
 };
 constexpr int kSweepThreads = 512;
 constexpr int kExchangeBytes = 512;  // of shared memory
+
+// ---- exponentials relative to the sampled id ------------------------------------------------------------------------
+struct ExponentialLaunch {
+    RowArgs rows;
+    Product product;
+    float* unit;  // infinite where a row waits to be repaired
+    int32_t overlap;
+};
+constexpr int kRepairThreads = 256, kRepairShared = 2048;  // bytes
+constexpr int kRepairBlocks = 4;                           // per multiprocessor
+
+// Launched behind every kernel that writes exponentials.
+void repair_rows(const ExponentialLaunch& call, Stream stream);
 
 // ---- finished gradients ---------------------------------------------------------------------------------------------
 struct ScaleArgs {

@@ -2,10 +2,10 @@
 // the item in order, and at the end writes the results of its rows. A thread accumulates in its own registers: four
 // threads share a row, and their results are combined once, at the end, in fixed order.
 //
-// Per logit: LinearLogp 1 exponential and about 8 other instructions, Exponentials the same and 2 bytes written.
+// Per logit: Logp 1 exponential and about 8 other instructions, Exponentials the same and 2 bytes written.
 #pragma once
+#include "exponentials.cuh"
 #include "fragment.h"
-#include "lm_head_logits.cuh"
 #include "lm_head_schedule.h"
 
 namespace gk::cuda::head {
@@ -22,12 +22,13 @@ struct RowPair {
     int id[2];  // sampled column, -1 for none
     float to_exponent[2];
 
-    GK_DEVICE RowPair(const HeadArgs& head, int64_t first_row, int thread) {
+    GK_DEVICE RowPair(const RowArgs& rows, int64_t first_row, int thread) {
         GK_UNROLL for (int half = 0; half < 2; half++) {
             row[half] = first_row + Fragment::row(thread, half);
-            const bool live = row[half] < head.rows;
-            id[half] = live ? column_of(head.ids[row[half]], head.vocab) : -1;
-            to_exponent[half] = make_scales(head.params, live ? head.temperature[row[half]] : 1.f).to_exponent;
+            const bool live = row[half] < rows.rows;
+            id[half] = live ? sampled_column(rows, rows.token_of[row[half]]) : -1;
+            const float temperature = live ? rows.temperature[rows.token_of[row[half]]] : 1.f;
+            to_exponent[half] = make_scales(rows.params, temperature).to_exponent;
         }
     }
 
@@ -71,19 +72,20 @@ GK_DEVICE void blank(Fragment& u, int half, int id, int column, int vocab, float
 
 // ---- statistics: running maximum, sum and moment; the sampled id's logit -------------------------------------------
 template <bool kCapped>
-class LinearLogp {
+class Logp {
   public:
-    GK_DEVICE LinearLogp(const KernelArgs& args, int64_t first_row, int thread, uint32_t)
-        : args_(args), rows_(args.head, first_row, thread), lane_(thread % 32) {
+    GK_DEVICE Logp(const KernelArgs& args, int64_t first_row, int thread, uint32_t)
+        : args_(args), rows_(args.call.rows, first_row, thread), lane_(thread % 32) {
         sums_[0] = sums_[1] = Sums<double>{-infinity(), 0.0, 0.0};
     }
 
     GK_DEVICE void add(Fragment& u, int first_column) {
-        const HeadArgs& head = args_.head;
-        const int vocab = static_cast<int>(head.vocab), column = first_column + Fragment::first_column(lane_);
-        if (head.bias) add_bias(u, head.bias, column, vocab);
+        const RowArgs& rows = args_.call.rows;
+        const float* const bias = args_.call.product.bias;
+        const int vocab = static_cast<int>(rows.vocab), column = first_column + Fragment::first_column(lane_);
+        if (bias) add_bias(u, bias, column, vocab);
         if (kCapped) {
-            const Scales scales = make_scales(head.params, 1.f);
+            const Scales scales = make_scales(rows.params, 1.f);
             GK_UNROLL for (float& value : u.value) { value = to_logit<true>(scales, value).y; }
         }
         if (rows_.need_care(first_column, vocab)) {
@@ -99,7 +101,7 @@ class LinearLogp {
 
     GK_DEVICE void finish(uint32_t part) {
         const Schedule& schedule = args_.schedule;
-        const int64_t count = args_.head.rows, plane = schedule.parts * count;
+        const int64_t count = args_.call.rows.rows, plane = schedule.parts * count;
         GK_UNROLL for (int half = 0; half < 2; half++) {
             Sums<double> sums = sums_[half];
             GK_UNROLL for (int step = 1; step <= 2; step *= 2) {
@@ -158,21 +160,22 @@ class Exponentials {
   public:
     GK_DEVICE Exponentials(const KernelArgs& args, int64_t first_row, int thread, uint32_t patches)
         : args_(args),
-          rows_(args.head, first_row, thread),
+          rows_(args.call.rows, first_row, thread),
           lane_(thread % 32),
           warp_row_(static_cast<int>(first_row) + thread / 32 * kStoredRows),
           patches_(patches),
           policy_(evict_first()) {
         GK_UNROLL for (int half = 0; half < 2; half++) {
-            y_id_[half] = rows_.row[half] < args.head.rows ? args.y_ids[rows_.row[half]] : 0.f;
+            y_id_[half] = rows_.row[half] < args.call.rows.rows ? args.y_ids[rows_.row[half]] : 0.f;
             rest_[half] = moment_[half] = 0.0;
         }
     }
 
     GK_DEVICE void add(Fragment& u, int first_column) {
-        const HeadArgs& head = args_.head;
-        const int vocab = static_cast<int>(head.vocab), column = first_column + Fragment::first_column(lane_);
-        if (head.bias) add_bias(u, head.bias, column, vocab);
+        const RowArgs& rows = args_.call.rows;
+        const float* const bias = args_.call.product.bias;
+        const int vocab = static_cast<int>(rows.vocab), column = first_column + Fragment::first_column(lane_);
+        if (bias) add_bias(u, bias, column, vocab);
         if (rows_.need_care(first_column, vocab)) {
             blank(u, 0, rows_.id[0], column, vocab, kAbsent);
             blank(u, 1, rows_.id[1], column, vocab, kAbsent);
@@ -196,7 +199,7 @@ class Exponentials {
     }
 
     GK_DEVICE void finish(uint32_t part) {
-        const int64_t count = args_.head.rows, plane = args_.schedule.parts * count;
+        const int64_t count = args_.call.rows.rows, plane = args_.schedule.parts * count;
         GK_UNROLL for (int half = 0; half < 2; half++) {
             double rest = rest_[half], moment = moment_[half];
             GK_UNROLL for (int step = 1; step <= 2; step *= 2) {
@@ -216,7 +219,7 @@ class Exponentials {
 
   private:
     GK_DEVICE void fill(const Fragment& u, int patch, uint32_t source, float (&exps)[2][2], float (&moment)[2][2]) {
-        const Scales scales = make_scales(args_.head.params, 1.f);
+        const Scales scales = make_scales(args_.call.rows.params, 1.f);
         // The swizzle of a box: piece `group` of row r lies at piece group ^ (r % 8).
         const uint32_t at = source + lane_ / 4 * (kBoxBytes + 16) + lane_ % 4 * 4;
         GK_UNROLL for (int group = 0; group < kBoxColumns / 8; group++) {

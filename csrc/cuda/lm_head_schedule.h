@@ -1,8 +1,8 @@
 // Which block computes which tiles of hidden weight^T, and what the kernels of one call receive.
 // Plain C++17, for host and device.
 #pragma once
-#include "../objective.h"
-#include "api.h"
+#include "../layout.h"
+#include "kernels.h"
 #include "tensor_map.h"
 
 namespace gk::cuda::head {
@@ -11,7 +11,6 @@ constexpr int kTileRows = 128, kTileColumns = 256;
 constexpr int kStoredRows = 16;  // of a box of exponentials
 
 constexpr int kProductThreads = 384, kProductShared = 230464;  // of a product's block; bytes
-constexpr int kRowThreads = 256, kRowShared = 2048;            // of the other kernels
 constexpr int kRowsPerBlock = 32;                              // where parts are combined
 
 // An item is one block of rows by one part of the vocabulary. Clusters take items in turn; those at work at one time
@@ -42,12 +41,11 @@ GK_HD Item place(const Schedule& s, uint32_t item) {
 
 struct KernelArgs {
     TensorMap hidden, weight, exponentials;
-    HeadArgs head;
+    ExponentialLaunch call;  // fused_logp: without a unit
     Schedule schedule;
-    double* partials;  // (planes, parts, rows): maximum, sum, moment; or sum and moment of the anchored exponentials
+    double* partials;  // (planes, parts, rows): maximum, sum, moment; or sum and moment relative to the sampled ids
     float* y_ids;      // (rows,) logits of the sampled ids under the softcap
     float* slope_ids;  // (rows,) its slope there
-    uint8_t* overflowed;
 };
 
 }  // namespace gk::cuda::head

@@ -74,7 +74,7 @@ struct Walk {
           first(static_cast<uint32_t>(block_index()) / cluster),
           clusters(static_cast<uint32_t>(block_count()) / cluster),
           items(item_count(schedule)),
-          steps(static_cast<int>((args.head.width + kDepth - 1) / kDepth)) {}
+          steps(static_cast<int>((args.call.product.width + kDepth - 1) / kDepth)) {}
 
     GK_DEVICE int first_row(const Item& item) const {
         return static_cast<int>(item.row_block * cluster + rank) * kTileRows;

@@ -212,10 +212,4 @@ GK_DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-GK_DEVICE float min_or_nan(float x, float y) {  // min.NaN
-    float smaller;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
-    return smaller;
-}
-
 }  // namespace gk::cuda::head

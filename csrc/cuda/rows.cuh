@@ -110,7 +110,8 @@ GK_DEVICE void stats(const RowLaunch& launch) {
     const ExactScales exact(args.params, temperature);
     const Sums<double> sums = merge(exchange.warps, block_threads() / kWarp, exact);
     if (thread_index() > 0) return;
-    const Sampled sampled = make_sampled(args, token, sampled_logit(args, source, token));
+    const int column = sampled_column(args, token);
+    const Sampled sampled = make_sampled(args, column, sampled_logit(args, source, column, not_a_number()));
     write_statistics(args, token, make_statistics(sums, exact, sampled));
 }
 
@@ -153,15 +154,17 @@ GK_DEVICE void write_gradient(const Source<In>& source, const float* bias, const
 template <class In>
 GK_DEVICE Sweep given_sweep(const RowArgs& args, int64_t token, const Source<In>& source) {
     const ExactScales exact(args.params, args.temperature[token]);
-    const RowGradient g = {args.g_logp[token], args.g_entropy[token]};
+    const RowGradient g = {args.dlogp[token], args.dentropy[token]};
+    const int column = sampled_column(args, token);
     const bool zero_gradient = g.logp == 0.f && g.entropy == 0.f;
-    const Sampled sampled = make_sampled(args, token, zero_gradient ? 0.f : sampled_logit(args, source, token));
+    const float u = zero_gradient ? 0.f : sampled_logit(args, source, column, not_a_number());
+    const Sampled sampled = make_sampled(args, column, u);
     // lse in units of y, rounded to float; what the rounding leaves goes into log_sum
     const double lse = args.lse[token];
     Statistics given = {};
     given.top = static_cast<float>(lse / exact.to_z);
     given.log_sum = lse - given.top * exact.to_z;
-    given.entropy = args.tokens.value(kTokenEntropy, token);
+    given.entropy = args.entropy[token];
     return make_sweep(given, g, exact, sampled);
 }
 

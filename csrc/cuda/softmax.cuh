@@ -4,14 +4,14 @@
 //     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
 //     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
 //     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
-//     dz_j = g_logp (1[j = id] - p_j) - g_entropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
+//     dz_j = dlogp (1[j = id] - p_j) - dentropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
 //
 // An exponential is 2^t with t = (y - max) * to_z log2(e): its error grows with the distance from the maximum, where
 // the term no longer counts. A thread sums its columns in float32, in trees of one vector's size; what warps, blocks
 // and clusters add is in double. Whatever else is done once per row is done in double too, by one thread: on most GPUs
 // double precision runs at 1/64 of the rate.
 #pragma once
-#include "../token_objective.h"
+#include "../args.h"
 #include "elements.cuh"
 
 namespace gk::cuda {
@@ -26,7 +26,7 @@ struct Scales {
 };
 
 // Two floats in place of a double: every thread needs this.
-GK_DEVICE Scales make_scales(const Params& params, float temperature) {
+GK_DEVICE Scales make_scales(const Transform& params, float temperature) {
     constexpr float kHigh = 1.44269502f, kLow = 1.92596303e-8f;  // log2(e)
     const float numerator = params.softcap != 0.f ? 1.f : params.logit_scale;
     const float to_z = numerator / temperature;
@@ -38,7 +38,7 @@ GK_DEVICE Scales make_scales(const Params& params, float temperature) {
 struct ExactScales {
     double to_z, chain;  // chain: dz/du, without 1 - tanh^2
 
-    GK_DEVICE ExactScales(const Params& params, float temperature) {
+    GK_DEVICE ExactScales(const Transform& params, float temperature) {
         chain = static_cast<double>(params.logit_scale) / temperature;
         to_z = params.softcap != 0.f ? 1.0 / temperature : chain;
     }
@@ -53,6 +53,17 @@ GK_DEVICE float complement(const Scales& scales, float u) {
 }
 GK_DEVICE float capped(const Scales& scales, float w) { return copysignf(scales.cap - scales.cap * fabsf(w), w); }
 GK_DEVICE float slope(float w) { return fmaxf(fabsf(w) * (2.f - fabsf(w)), 0.f); }
+
+struct Logit {
+    float y, slope;  // slope: dy/du without the scale
+};
+
+template <bool kCapped>
+GK_DEVICE Logit to_logit(const Scales& scales, float u) {
+    if (!kCapped) return {u, 1.f};
+    const float w = complement(scales, u);
+    return {capped(scales, w), slope(w)};
+}
 
 // ---- sums of exponentials -------------------------------------------------------------------------------------------
 // Of columns with the maximum `top`: exps = sum of 2^t, moment = sum of 2^t t, t relative to `top`, or to 0 where no
@@ -80,6 +91,20 @@ GK_DEVICE Sums<Real> rebase(const Sums<Real>& sums, float top, Real to_exponent)
     if (fall < Real{-2000}) fall = Real{-2000};  // 0 * infinity is not 0
     const Real factor = power_of_two(fall);
     return {top, sums.exps * factor, (sums.moment + sums.exps * fall) * factor};
+}
+
+// rebase() with a float32 factor, for sums that are rebased often: an exponential in double costs as much as many
+// others.
+GK_DEVICE Sums<double> raise(const Sums<double>& sums, float top, float to_exponent) {
+    const float fall = sums.top > -infinity() ? (sums.top - top) * to_exponent : 0.f;
+    const double factor = exp2_fast(fall);
+    return {top, sums.exps * factor, (sums.moment + sums.exps * fall) * factor};
+}
+
+GK_DEVICE Sums<double> merge(const Sums<double>& a, const Sums<double>& b, float to_exponent) {
+    const float top = fmaxf(a.top, b.top);
+    const Sums<double> x = raise(a, top, to_exponent), y = raise(b, top, to_exponent);
+    return {top, x.exps + y.exps, x.moment + y.moment};
 }
 
 // Of all lanes of a warp, in an order of its own: two runs give the same bits.
@@ -117,18 +142,22 @@ struct Sampled {
     double y, slope;  // slope: 1 - tanh^2, with a softcap
 };
 
-// u of the sampled id, read before any thread may overwrite the row.
-template <class Type>
-GK_DEVICE float sampled_logit(const RowArgs& args, const Source<Type>& source, int64_t token) {
+// The sampled id as a 32-bit column; -1 outside the vocabulary.
+GK_DEVICE int sampled_column(const RowArgs& args, int64_t token) {
     const int64_t id = args.ids[token];
-    if (id < 0 || id >= args.vocab) return not_a_number();
-    const float logit = source.at(static_cast<int>(id));
-    return args.bias ? logit + args.bias[id] : logit;
+    return id >= 0 && id < args.vocab ? static_cast<int>(id) : -1;
 }
 
-GK_DEVICE Sampled make_sampled(const RowArgs& args, int64_t token, float u) {
-    const int64_t id = args.ids[token];
-    Sampled sampled = {id >= 0 && id < args.vocab ? static_cast<int>(id) : -1, u, 1.0};
+// u of the sampled id, read before any thread may overwrite the row; `absent` where there is none.
+template <class Type>
+GK_DEVICE float sampled_logit(const RowArgs& args, const Source<Type>& source, int column, float absent) {
+    if (column < 0) return absent;
+    const float logit = source.at(column);
+    return args.bias ? logit + args.bias[column] : logit;
+}
+
+GK_DEVICE Sampled make_sampled(const RowArgs& args, int column, float u) {
+    Sampled sampled = {column, u, 1.0};
     if (args.params.softcap != 0.f) {
         const double tanh_id = tanh(u * static_cast<double>(args.params.logit_scale) / args.params.softcap);
         sampled.y = args.params.softcap * tanh_id;
@@ -149,9 +178,9 @@ GK_DEVICE Statistics make_statistics(const Sums<double>& sums, const ExactScales
 }
 
 GK_DEVICE void write_statistics(const RowArgs& args, int64_t token, const Statistics& found) {
-    args.tokens.value(kTokenLogp, token) = found.logp;
-    args.tokens.value(kTokenEntropy, token) = found.entropy;
+    args.logp[token] = found.logp;
     args.lse[token] = found.lse;
+    if (args.entropy) args.entropy[token] = found.entropy;
 }
 
 // d loss / d logp and d loss / d entropy.

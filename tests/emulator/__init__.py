@@ -4,40 +4,48 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from grpo_kernels.kernels.compiled.cuda import CudaBackend
+from grpo_kernels.kernels.compiled.cuda import CudaKernels
+from grpo_kernels.kernels.operations import Backend
+from grpo_kernels.kernels.torch.backend import TORCH
 
 from .build import ROOT, build_module, build_sanitized, few_types
 
-__all__ = ["H200", "ROOT", "Emulated", "build_module", "build_sanitized", "few_types"]
+__all__ = ["H200", "ROOT", "Emulated", "build_module", "build_sanitized", "few_types", "load"]
 
 H200 = (90, 132, 232448)  # compute capability, multiprocessors, shared memory per block
 
 
-class Emulated(CudaBackend):
-    """The CUDA backend for tensors on the CPU, on a GPU that tests choose and look at."""
+@dataclass(frozen=True)
+class Emulated(Backend):
+    """The table of the CUDA backend for tensors on the CPU, on a GPU that tests choose and look at."""
 
-    def __init__(self, path: Path) -> None:
-        # Of its own for each build: pybind11 gives back the module that a process already has under a name.
-        spec = spec_from_file_location(f"emulated.{path.parent.name}._cuda", path)
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        super().__init__(module, "cpu")
-        self._controls = ctypes.CDLL(str(path))
-        self._controls.gk_emulator_last_grid.restype = ctypes.c_uint
-        self._controls.gk_items_cover.restype = ctypes.c_bool
+    controls: ctypes.CDLL | None = None
 
     def use(self, device: Sequence[int] = H200, order: int = 0) -> None:
         """`device`: the first of these numbers, the rest is an H200's; `order`: see emulator.h."""
         numbers = (*device, *H200[len(device) :])
-        self._controls.gk_emulator_use((ctypes.c_int * 3)(*numbers), order)
+        self.controls.gk_emulator_use((ctypes.c_int * 3)(*numbers), order)
 
     def last_grid(self) -> int:
-        """Blocks of the last launch."""
-        return self._controls.gk_emulator_last_grid()
+        """Returns the blocks of the last launch."""
+        return self.controls.gk_emulator_last_grid()
 
     def items_cover(self, row_blocks: int, tiles: int, per_part: int, group: int) -> bool:
-        """Whether a schedule of the products has every tile of every row block just once."""
-        return self._controls.gk_items_cover(row_blocks, tiles, per_part, group)
+        """Returns whether a schedule of the products has every tile of every row block just once."""
+        return self.controls.gk_items_cover(row_blocks, tiles, per_part, group)
+
+
+def load(path: Path) -> Emulated:
+    """Returns the backend of a built module. What it lacks is torch's: Triton's interpreter would take long."""
+    # Of its own for each build: pybind11 gives back the module that a process already has under a name.
+    spec = spec_from_file_location(f"emulated.{path.parent.name}._cuda", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    controls = ctypes.CDLL(str(path))
+    controls.gk_emulator_last_grid.restype = ctypes.c_uint
+    controls.gk_items_cover.restype = ctypes.c_bool
+    return Emulated(**vars(CudaKernels(module, "cpu").over(TORCH)), controls=controls)

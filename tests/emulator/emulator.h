@@ -105,6 +105,7 @@ GK_DEVICE float exp2_fast(float x) {
 }
 GK_DEVICE float reciprocal_fast(float x) { return 1.f / x; }
 GK_DEVICE float max_or_nan(float x, float y) { return x != x || y != y ? NAN : fmaxf(x, y); }
+GK_DEVICE float min_or_nan(float x, float y) { return x != x || y != y ? NAN : fminf(x, y); }
 
 float half_to_float(uint16_t half);
 GK_DEVICE uint32_t to_halves(float low, float high) {

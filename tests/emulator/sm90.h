@@ -72,6 +72,4 @@ GK_DEVICE void take_registers() {}
 template <int kCount>
 GK_DEVICE void give_registers() {}
 
-GK_DEVICE float min_or_nan(float x, float y) { return x != x || y != y ? NAN : fminf(x, y); }
-
 }  // namespace gk::cuda::head

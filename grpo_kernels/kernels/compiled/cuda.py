@@ -8,32 +8,111 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ...contract import HeadChunk, KeptPairs, RowStats, chunk_row_stride, contiguous_rows
-from ...names import INTERFACE
-from ..launch import best_first
-from ..torch.backend import add_rows
-from .base import Argument, CompiledBackend, Result
+from ..operations import Backend, HeadChunk, LogitChunk, RowGradients, Statistics, chunk_row_stride, contiguous_rows
+from ..torch.backend import TORCH
+from ..triton import why_unusable
+from .base import DTYPES, matrix, row_arguments, version_problem
 
 OLDEST_CAPABILITY = 80
 ALIGNED = 256  # an address like those of fresh memory, for asking what would be served there
 
 
-class CudaBackend(CompiledBackend):
-    """CompiledBackend on an NVIDIA GPU. The tests' emulator is a module of the same names with `device_type` "cpu"."""
-
-    name = "cuda"
-    takes_teachers = False
-    add_rows = staticmethod(add_rows)
+class CudaKernels:
+    """The operations of a compiled module, whose kernels know no teacher. The tests' emulator is a module of the same
+    names for tensors on the CPU."""
 
     def __init__(self, module: ModuleType, device_type: str = "cuda") -> None:
-        super().__init__(module)
+        self.module = module
         self.device_type = device_type
+
+    def over(self, others: Backend) -> Backend:
+        """Returns the table of these operations, and of `others` for what the module lacks."""
+        return replace(
+            others, name="cuda", statistics=self.statistics, gradient=self.gradient, scale=self.scale,
+            exponentials=self.exponentials, fused_exponentials=self.fused_exponentials, fused_logp=self.fused_logp,
+            fused_products=self.fused_products, takes_teachers=False, unavailable_reason=self.unavailable_reason,
+        )  # fmt: skip
+
+    def call(self, function: Callable[..., None], device: torch.device, *arguments: object) -> None:
+        """Kernels go to the current stream of the thread's current device, which need not be the tensors' own."""
+        if device.type != self.device_type:
+            raise ValueError(f"backend 'cuda' serves tensors on {self.device_type}, got one on {device}")
+        if device.type != "cuda":
+            function(*arguments, 0)
+            return
+        with torch.cuda.device(device):
+            function(*arguments, torch.cuda.current_stream(device).cuda_stream)
+
+    def statistics(self, chunk: LogitChunk) -> None:
+        self.call(self.module.stats, chunk.logits.device, *row_arguments(chunk))
+
+    def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
+        self.call(self.module.gradient, chunk.logits.device, *row_arguments(chunk, dlogp, dentropy, out))
+
+    def exponentials(self, chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
+        unit = torch.empty(len(out), dtype=torch.float32, device=out.device)
+        rows = row_arguments(chunk, out=RowGradients(out))
+        self.call(self.module.exponentials, out.device, *rows, *_product(head.hidden, head), unit)
+        return unit
+
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        self.call(self.module.scale, x.device, x, DTYPES[x.dtype], x.numel(), factor)
+
+    # --- products with the softmax in their epilogue --------------------------------------------------------------
+
+    def fused_products(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
+        """They are for compute capability 9.0, where they are measured to be faster than the library's product."""
+        if hidden.dtype != weight.dtype or weight.dtype not in DTYPES or weight.stride(-1) != 1:
+            return ()
+        # Hidden states and exponentials are not there yet: they get memory that is aligned.
+        count, (vocab, width) = hidden.numel() // hidden.shape[-1], weight.shape
+        product = ALIGNED, width, weight.data_ptr(), weight.stride(0), width, DTYPES[weight.dtype], None
+        wanted = {"fused_logp": (0, 0), "fused_exponentials": (ALIGNED, chunk_row_stride(vocab, weight.device))}
+        with _on(weight.device):
+            return tuple(x for x, at in wanted.items() if self.module.supports_fused(count, vocab, *at, *product))
+
+    def fused_logp(self, head: HeadChunk, entropy: bool) -> Statistics:
+        stats = Statistics.empty(len(head.hidden), head.hidden.device)
+        if not entropy:
+            stats.entropy.zero_()
+        self._fused(self.module.fused_logp, head, (*stats[:2], stats.entropy if entropy else None))
+        return stats
+
+    def fused_exponentials(self, head: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
+        stats = Statistics.empty(len(head.hidden), head.hidden.device)
+        unit = torch.empty_like(stats.logp)
+        self._fused(self.module.fused_exponentials, head, stats, out, unit)
+        return stats, unit
+
+    def _fused(
+        self,
+        function: Callable[..., None],
+        head: HeadChunk,
+        stats: tuple[Tensor | None, ...],
+        out: Tensor | None = None,
+        *unit: Tensor,
+    ) -> None:
+        hidden, device = head.hidden, head.hidden.device
+        size, written = (len(hidden), len(head.weight)), matrix(out)
+        with _on(device):
+            product = _product(hidden, head)
+            # A view that begins, or whose rows begin, off the alignment, or that is expanded.
+            if not self.module.supports_fused(*size, written[0], written[2], *product):
+                product = _product(torch.empty(hidden.shape, dtype=hidden.dtype, device=device).copy_(hidden), head)
+            workspace = torch.empty(self.module.fused_workspace(*size, *product), dtype=torch.uint8, device=device)
+            self.call(
+                function, device, None, 0, 0, *size, None, head.ids, 0, None, head.temperature, *stats, None, None,
+                *written, None, *head.transform, *product, *unit, workspace,
+            )  # fmt: skip
+
+    # --- where they run -------------------------------------------------------------------------------------------
 
     def unavailable_reason(self, device: torch.device) -> str:
         if device.type != "cuda":
@@ -51,99 +130,34 @@ class CudaBackend(CompiledBackend):
             "pip install ."
         )
 
-    def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
-        """Kernels go to the current stream of the thread's current device, which need not be the tensors' own."""
-        if device.type != self.device_type:
-            raise ValueError(f"backend {self.name!r} serves tensors on {self.device_type}, got one on {device}")
-        if device.type != "cuda":
-            return function(*arguments, 0)
-        with torch.cuda.device(device):
-            return function(*arguments, torch.cuda.current_stream(device).cuda_stream)
-
-    def workspace(self, operation: str, device: torch.device, *sizes: Argument) -> Tensor | None:
-        size: int = getattr(self.module, f"{operation}_workspace")(*sizes)
-        return torch.empty(size, dtype=torch.uint8, device=device)
-
-    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-        hidden = contiguous_rows(hidden)
-        given, by_id = self._pairs(dlogits, hidden, pairs, len(dweight)), pairs.by_id(len(dweight))
-        self.call(self.module.kept_dweight, hidden.device, given, *by_id, *self._matrix(dweight), add)
-
-    def scale(self, x: Tensor, factor: Tensor) -> None:
-        self.call(self.module.scale, x.device, x, self.dtypes[x.dtype], x.numel(), factor)
-
-    # --- products with the softmax in their epilogue --------------------------------------------------------------
-
-    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        if weight.dtype.itemsize != 2 or hidden.dtype != weight.dtype or weight.stride(-1) != 1:
-            return ("rows",)
-        count, (vocab, width) = hidden.numel() // hidden.shape[-1], weight.shape
-        # Hidden states and exponentials are not there yet: they get memory that is aligned.
-        head = ALIGNED, width, weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype], count, width, vocab
-        served, row_stride = ["rows"], chunk_row_stride(vocab, weight.device)
-        with _on(weight.device):
-            if self.module.supports_head(*head, 0, 0):
-                served.append("linear")
-            # float16 cannot hold e^(z - z_id)
-            if weight.dtype == torch.bfloat16 and self.module.supports_head(*head, ALIGNED, row_stride):
-                served.append("anchored")
-        return best_first("cuda_strategy", tuple(served), weight)
-
-    def linear_logp(self, chunk: HeadChunk, *, entropy: bool) -> RowStats:
-        out = RowStats.empty(len(chunk.hidden), chunk.hidden.device)
-        if not entropy:
-            out.entropy.zero_()
-        written = out.logp, out.lse, out.entropy if entropy else None
-        self._run_head(self.module.linear_logp, chunk, None, None, 0, None, *written)
-        return out
-
-    def anchored(self, chunk: HeadChunk, table: Tensor, exponentials: Tensor) -> tuple[RowStats, Tensor]:
-        """The exponentials are bfloat16."""
-        out = RowStats.empty(len(chunk.hidden), chunk.hidden.device)
-        scale = torch.empty_like(out.logp)
-        self._run_head(self.module.anchored, chunk, exponentials, table, table.stride(0), scale, *out)
-        return out, scale
-
-    def _run_head(
-        self, function: Callable[..., None], chunk: HeadChunk, exponentials: Tensor | None, *given: Argument
-    ) -> None:
-        """gk::cuda::HeadArgs; `given`: what stands between temperature and params."""
-        hidden, weight, bias, ids, temperature, params = chunk
-        hidden, bias = contiguous_rows(hidden), None if bias is None else bias.float()
-        with _on(hidden.device):
-            head = self._head(hidden, weight, exponentials)
-            # A view that begins, or whose rows begin, off the alignment, or that is expanded.
-            if not self.module.supports_head(*head):
-                hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device).copy_(hidden)
-                head = self._head(hidden, weight, exponentials)
-            self.call(
-                function, hidden.device, *head, bias, ids, temperature, *given, self.packed(params),
-                self.workspace("head", hidden.device, *head),
-            )  # fmt: skip
-
-    def _head(self, hidden: Tensor, weight: Tensor, exponentials: Tensor | None) -> tuple[Argument, ...]:
-        """What describes a product."""
-        return (
-            hidden, hidden.stride(0), weight, weight.stride(0), self.dtypes[weight.dtype], *hidden.shape,
-            weight.shape[0], exponentials, 0 if exponentials is None else exponentials.stride(0),
-        )  # fmt: skip
-
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """What the module says of a launch is of the thread's current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def _product(hidden: Tensor, head: HeadChunk) -> tuple[object, ...]:
+    """Returns the fields of gk::cuda::Product."""
+    hidden, weight = contiguous_rows(hidden), contiguous_rows(head.weight)
+    bias = None if head.bias is None else head.bias.float()
+    return hidden, hidden.stride(0), weight, weight.stride(0), weight.shape[1], DTYPES[weight.dtype], bias
+
+
 # --- whether they can be used ---------------------------------------------------------------------------------------
 
 
-def load() -> tuple[CudaBackend | None, str]:
+def load() -> tuple[Backend | None, str]:
     """(backend, "") or (None, the reason why the compiled CUDA kernels cannot be used)."""
     module, reason = compiled_module()
-    if module is None:
+    reason = reason or _why_not_here(module)
+    if reason:
         return None, reason
-    reason = _why_not_here(module)
-    return (None, reason) if reason else (CudaBackend(module), "")
+    kernels = CudaKernels(module)
+    if why_unusable():
+        return kernels.over(TORCH), ""
+    from ..triton.backend import TRITON
+
+    return kernels.over(TRITON), ""
 
 
 def installed() -> bool:
@@ -162,9 +176,8 @@ def compiled_module() -> tuple[ModuleType | None, str]:
         from ... import _cuda  # type: ignore[attr-defined]  # compiled; may be absent
     except ImportError as error:
         return None, f"the compiled CUDA kernels cannot be imported: {error}"
-    if getattr(_cuda, "INTERFACE", None) != INTERFACE:
-        return None, "the compiled CUDA kernels are of another version: build again, pip install -e . or make test"
-    return _cuda, ""
+    problem = version_problem(_cuda, "CUDA")
+    return (None, problem) if problem else (_cuda, "")
 
 
 def _why_not_here(module: ModuleType) -> str:

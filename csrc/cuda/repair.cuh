@@ -1,0 +1,103 @@
+// Rows whose exponentials relative to the sampled id overflowed: relative to the maximum, from logits that are computed
+// twice. A block per row and a warp per logit: a policy hardly samples what it finds so improbable.
+#pragma once
+#include "exponentials.cuh"
+
+namespace gk::cuda {
+
+constexpr int kRepairWarps = kRepairThreads / kWarp;
+
+// ---- single logits --------------------------------------------------------------------------------------------------
+// h . w of one warp, the same bits in every lane; in vectors where both rows start at multiples of 16 bytes.
+GK_DEVICE float dot(const uint16_t* h, const uint16_t* w, int width) {
+    constexpr int kCount = kPerVector<BFloat16>;
+    const bool aligned = ((reinterpret_cast<uintptr_t>(h) | reinterpret_cast<uintptr_t>(w)) & 15) == 0;
+    const int vectors = aligned ? width / kCount : 0;
+    float sums[kCount] = {};
+    for (int v = lane_index(); v < vectors; v += kWarp) {
+        float x[kCount], y[kCount];
+        unpack<BFloat16>(reinterpret_cast<const Vector*>(h)[v], x);
+        unpack<BFloat16>(reinterpret_cast<const Vector*>(w)[v], y);
+        GK_UNROLL for (int k = 0; k < kCount; k++) sums[k] += x[k] * y[k];
+    }
+    float sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    for (int i = vectors * kCount + lane_index(); i < width; i += kWarp)
+        sum += BFloat16::load(h[i]) * BFloat16::load(w[i]);
+    GK_UNROLL for (int mask = kWarp / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+    return sum;
+}
+
+GK_DEVICE Logit logit_of(const ExponentialLaunch& launch, int64_t row, int64_t column) {
+    const Product& product = launch.product;
+    const auto* h = static_cast<const uint16_t*>(product.hidden) + row * product.hidden_stride;
+    const auto* w = static_cast<const uint16_t*>(product.weight) + column * product.weight_stride;
+    float u = dot(h, w, static_cast<int>(product.width));
+    if (product.bias) u += product.bias[column];
+    const Scales scales = make_scales(launch.rows.params, 1.f);
+    return launch.rows.params.softcap != 0.f ? to_logit<true>(scales, u) : to_logit<false>(scales, u);
+}
+
+// ---- what the warps of a block have, combined for each lane ---------------------------------------------------------
+struct Share {
+    double values[kRepairWarps][kWarp];
+};
+static_assert(sizeof(Share) == kRepairShared, "what the host reserves");
+
+template <class Combine>
+GK_DEVICE double across_warps(double mine, const Combine& combine) {
+    Share& share = *reinterpret_cast<Share*>(dynamic_shared());
+    block_sync();  // the last values have been read
+    share.values[warp_index()][lane_index()] = mine;
+    block_sync();
+    double result = share.values[0][lane_index()];
+    for (int warp = 1; warp < kRepairWarps; warp++) result = combine(result, share.values[warp][lane_index()]);
+    return result;
+}
+
+GK_DEVICE double max_across_warps(double mine) {
+    return across_warps(mine, [](double a, double b) { return fmax(a, b); });
+}
+GK_DEVICE double sum_across_warps(double mine) {
+    return across_warps(mine, [](double a, double b) { return a + b; });
+}
+
+// ---- a row ----------------------------------------------------------------------------------------------------------
+GK_DEVICE Sums<double> extend(const Sums<double>& sums, float y, float to_exponent) {
+    Sums<double> result = y > sums.top ? raise(sums, y, to_exponent) : sums;
+    const float t = exponent(y, origin_of(result.top), to_exponent), e = exp2_fast(t);
+    result.exps += e;
+    result.moment += e * t;
+    return result;
+}
+
+GK_DEVICE void repair_row(const ExponentialLaunch& launch, int64_t row) {
+    const RowArgs& args = launch.rows;
+    const int64_t token = args.token_of[row];
+    const float to_exponent = make_scales(args.params, args.temperature[token]).to_exponent;
+    Sums<double> own = {-infinity(), 0.0, 0.0};
+    for (int64_t column = warp_index(); column < args.vocab; column += kRepairWarps)
+        own = extend(own, logit_of(launch, row, column).y, to_exponent);
+    own = raise(own, static_cast<float>(max_across_warps(own.top)), to_exponent);
+    const Sums<double> sums = {own.top, sum_across_warps(own.exps), sum_across_warps(own.moment)};
+
+    const int id = sampled_column(args, token);
+    const Logit sampled = logit_of(launch, row, id);
+    const ExactScales scales(args.params, args.temperature[token]);
+    const Statistics found = make_statistics(sums, scales, {id, sampled.y, sampled.slope});
+    if (thread_index() == 0) write_unit(launch, row, scales, found, sums.exps);
+
+    // E_id - S, without the cancellation
+    const float e_id = static_cast<float>(sums.exps) * expm1f(found.logp) * sampled.slope;
+    for (int64_t column = warp_index(); column < args.vocab; column += kRepairWarps) {
+        const Logit logit = logit_of(launch, row, column);
+        const float e = exp2_fast(exponent(logit.y, origin_of(sums.top), to_exponent)) * logit.slope;
+        if (lane_index() == 0) write_exponential(args, row, column, column == id ? e_id : e);
+    }
+}
+
+GK_DEVICE void repair_rows(const ExponentialLaunch& launch) {
+    for (int64_t row = block_index(); row < launch.rows.rows; row += block_count())
+        if (launch.unit[row] == infinity()) repair_row(launch, row);
+}
+
+}  // namespace gk::cuda
