@@ -43,7 +43,7 @@ size_t fused_workspace(int64_t rows, int64_t vocab, const Product& product);
 // Writes what exponentials() does.
 void fused_exponentials(const RowArgs& args, const Product& product, float* unit, void* workspace, Stream stream);
 
-// Writes statistics; where args.entropy is null no entropy.
+// Writes statistics.
 void fused_logp(const RowArgs& args, const Product& product, void* workspace, Stream stream);
 
 }  // namespace gk::cuda

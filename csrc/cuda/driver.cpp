@@ -18,8 +18,9 @@ namespace gk::cuda {
 
 namespace {
 
-constexpr unsigned kMuchShared =
-    48 << 10;  // bytes per block; above this a kernel gets the largest shared-memory carveout
+// Bytes per block. Above, the multiprocessor's memory is all to be shared memory: left to itself, the driver may split
+// it so that fewer blocks fit than could.
+constexpr unsigned kLargeSharedBytes = 48 << 10;
 
 // ---- which image a device runs --------------------------------------------------------------------------------------
 
@@ -74,15 +75,10 @@ struct Module {
     const Image* image;
 };
 
-struct Function {
-    Handle handle;
-    bool prefers_shared;  // to the first-level cache, which has the same memory
-};
-
 struct Context {
     Device device;
     std::vector<Module> modules;
-    std::map<std::string, Function> functions;
+    std::map<std::string, Handle> functions;
 };
 
 int attribute(const Driver& d, DeviceAttribute which, int device) {
@@ -136,7 +132,8 @@ void load_images(const Driver& d, Context& context) {
     context.modules = modules;
 }
 
-Function& find_function(const Driver& d, Context& context, const char* kernel) {
+// The function, ready for blocks of so much shared memory, which is large at each of its launches or at none.
+Handle find_function(const Driver& d, Context& context, const char* kernel, unsigned shared) {
     if (const auto found = context.functions.find(kernel); found != context.functions.end()) return found->second;
     const RelaxedCapture relaxed(d);
     if (context.modules.empty()) load_images(d, context);
@@ -152,22 +149,10 @@ Function& find_function(const Driver& d, Context& context, const char* kernel) {
     int static_shared = 0;
     check(d, d.cuFuncGetAttribute(&static_shared, kStaticShared, function), name);
     check(d, d.cuFuncSetAttribute(function, kMaxDynamicShared, context.device.shared_per_block - static_shared), name);
+    constexpr int kPercent = 100;
+    if (shared > kLargeSharedBytes) check(d, d.cuFuncSetAttribute(function, kPreferredSharedCarveout, kPercent), name);
     if (d.cuFuncLoad) check(d, d.cuFuncLoad(function), name);  // else the driver does so in the launch
-    return context.functions[kernel] = {function, false};
-}
-
-// The function, ready for blocks of so much shared memory. Left to itself, the driver may split the memory so that
-// fewer blocks than could share a multiprocessor do.
-Handle prepare_function(const Driver& d, Context& context, const char* kernel, unsigned shared) {
-    Function& function = find_function(d, context, kernel);
-    if (shared > kMuchShared && !function.prefers_shared) {
-        const RelaxedCapture relaxed(d);
-        constexpr int kPercent = 100;
-        check(d, d.cuFuncSetAttribute(function.handle, kPreferredSharedCarveout, kPercent),
-              "kernel '" + std::string(kernel) + "'");
-        function.prefers_shared = true;
-    }
-    return function.handle;
+    return context.functions[kernel] = function;
 }
 
 }  // namespace
@@ -177,7 +162,7 @@ void launch(const char* kernel, const LaunchConfig& config, const void* argument
     Handle function;
     {
         const std::lock_guard<std::mutex> guard(lock());
-        function = prepare_function(d, current_context(d), kernel, config.shared);
+        function = find_function(d, current_context(d), kernel, config.shared);
     }
     LaunchAttribute cluster{kClusterDimension, {}, {}};
     cluster.value.cluster = {config.cluster, 1, 1};
@@ -214,18 +199,7 @@ const Device& current_device() {
 
 int built_for_cuda() { return kBuiltForCuda; }
 
-const char* built_architectures() {
-    static const auto& list = *[] {
-        auto* names = new std::string;
-        for (size_t i = 0; i < kImageCount; i++) {
-            const std::string name = kImages[i].architecture;
-            if ((" " + *names + " ").find(" " + name + " ") != std::string::npos) continue;
-            *names += (names->empty() ? "" : " ") + name;
-        }
-        return names;
-    }();
-    return list.c_str();
-}
+const char* built_architectures() { return kBuiltArchitectures; }
 
 int driver_cuda() {
     try {

@@ -12,6 +12,7 @@ struct Image {
 
 extern const Image kImages[];
 extern const size_t kImageCount;
-extern const int kBuiltForCuda;  // 13000 for CUDA 13.0
+extern const int kBuiltForCuda;                // 13000 for CUDA 13.0
+extern const char* const kBuiltArchitectures;  // "sm_80 sm_90a compute_120"
 
 }  // namespace gk::cuda

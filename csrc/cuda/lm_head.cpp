@@ -41,16 +41,12 @@ Schedule make_schedule(int64_t rows, int64_t vocab, int64_t width) {
 }
 
 // ---- workspace: partial results, then the sampled ids' logits and slopes --------------------------------------------
-constexpr int64_t kPlanes = 3;
-
-int64_t partial_count(int64_t rows, const Schedule& schedule) { return kPlanes * schedule.parts * rows; }
-
 KernelArgs make_kernel_args(const RowArgs& args, const Product& product, float* unit, void* workspace) {
     KernelArgs k = {};
     k.call = {args, product, unit, 0};
     k.schedule = make_schedule(args.rows, args.vocab, product.width);
-    k.partials = static_cast<double*>(workspace);
-    k.y_ids = reinterpret_cast<float*>(k.partials + partial_count(args.rows, k.schedule));
+    k.partials = static_cast<Partial*>(workspace);
+    k.y_ids = reinterpret_cast<float*>(k.partials + args.rows * k.schedule.parts);
     k.slope_ids = k.y_ids + args.rows;
     const auto map = [&](const void* base, int64_t rows, int64_t columns, int64_t stride, int box_rows, TensorMap* to) {
         encode_tensor_map({base, product.dtype, rows, columns, stride, box_rows}, to);
@@ -70,10 +66,10 @@ void launch_product(const char* name, const KernelArgs& k, Stream stream) {
     launch(kernel.c_str(), {grid, kProductThreads, kProductShared, k.schedule.cluster, stream}, k);
 }
 
-// A block for so many rows.
-void launch_rows(const char* kernel, const KernelArgs& k, int64_t rows, Stream stream) {
-    const auto blocks = static_cast<unsigned>(divide_up(k.call.rows.rows, rows));
-    launch(kernel, {blocks, kRepairThreads, kRepairShared, 1, stream}, k);
+// A warp per row.
+void launch_rows(const char* kernel, const KernelArgs& k, Stream stream) {
+    const auto blocks = static_cast<unsigned>(divide_up(k.call.rows.rows, kRepairThreads / 32));
+    launch(kernel, {blocks, kRepairThreads, 0, 1, stream}, k);
 }
 
 // What TMA asks of a matrix; rows that lie over one another, as those of an expanded tensor do, are not tried.
@@ -96,20 +92,20 @@ bool supports_fused(int64_t rows, int64_t vocab, const void* exponentials, int64
 }
 
 size_t fused_workspace(int64_t rows, int64_t vocab, const Product& product) {
-    return partial_count(rows, make_schedule(rows, vocab, product.width)) * sizeof(double) + rows * 2 * sizeof(float);
+    return rows * (make_schedule(rows, vocab, product.width).parts * sizeof(Partial) + 2 * sizeof(float));
 }
 
 void fused_logp(const RowArgs& args, const Product& product, void* workspace, Stream stream) {
     const KernelArgs k = make_kernel_args(args, product, nullptr, workspace);
     launch_product("fused_logp", k, stream);
-    launch_rows("gk_head_combine_statistics", k, kRowsPerBlock, stream);
+    launch_rows("gk_head_combine_statistics", k, stream);
 }
 
 void fused_exponentials(const RowArgs& args, const Product& product, float* unit, void* workspace, Stream stream) {
     const KernelArgs k = make_kernel_args(args, product, unit, workspace);
-    launch_rows("gk_head_sampled_logits", k, kRepairThreads / 32, stream);
+    launch_rows("gk_head_sampled_logits", k, stream);
     launch_product("fused_exponentials", k, stream);
-    launch_rows("gk_head_finish_rows", k, kRowsPerBlock, stream);
+    launch_rows("gk_head_finish_rows", k, stream);
     repair_rows(k.call, stream);
 }
 

@@ -37,6 +37,10 @@ struct RowPair {
     }
 };
 
+GK_DEVICE void write_partial(const KernelArgs& args, int64_t row, uint32_t part, const Sums<double>& sums) {
+    if (row < args.call.rows.rows) args.partials[row * args.schedule.parts + part] = {sums.top, sums.exps, sums.moment};
+}
+
 GK_DEVICE void add_bias(Fragment& u, const float* bias, int column, int vocab) {
     GK_UNROLL for (int group = 0; group < Fragment::kGroups; group++) {
         GK_UNROLL for (int pair = 0; pair < 2; pair++) {
@@ -100,8 +104,6 @@ class Logp {
     }
 
     GK_DEVICE void finish(uint32_t part) {
-        const Schedule& schedule = args_.schedule;
-        const int64_t count = args_.call.rows.rows, plane = schedule.parts * count;
         GK_UNROLL for (int half = 0; half < 2; half++) {
             Sums<double> sums = sums_[half];
             GK_UNROLL for (int step = 1; step <= 2; step *= 2) {
@@ -109,11 +111,7 @@ class Logp {
                                             shuffle_xor(sums.moment, step)};
                 sums = merge(sums, other, rows_.to_exponent[half]);
             }
-            if (lane_ % 4 != 0 || rows_.row[half] >= count) continue;
-            double* at = args_.partials + part * count + rows_.row[half];
-            at[0] = sums.top;
-            at[plane] = sums.exps;
-            at[2 * plane] = sums.moment;
+            if (lane_ % 4 == 0) write_partial(args_, rows_.row[half], part, sums);
         }
     }
 
@@ -129,7 +127,11 @@ class Logp {
         float exps[2][2] = {}, moment[2][2] = {}, origin[2];
         GK_UNROLL for (int half = 0; half < 2; half++) {
             const float rising = fmaxf(sums_[half].top, fmaxf(top[half][0], top[half][1]));
-            sums_[half] = raise(sums_[half], rising, rows_.to_exponent[half]);
+            // rebase() with a float32 factor: between tiles one in double would cost as much as those of the tile.
+            Sums<double>& sums = sums_[half];
+            const float fall = sums.top > -infinity() ? (sums.top - rising) * rows_.to_exponent[half] : 0.f;
+            const double factor = exp2_fast(fall);
+            sums = {rising, sums.exps * factor, (sums.moment + sums.exps * fall) * factor};
             origin[half] = origin_of(rising);
         }
         GK_UNROLL for (int i = 0; i < Fragment::kGroups * 4; i++) {
@@ -199,17 +201,13 @@ class Exponentials {
     }
 
     GK_DEVICE void finish(uint32_t part) {
-        const int64_t count = args_.call.rows.rows, plane = args_.schedule.parts * count;
         GK_UNROLL for (int half = 0; half < 2; half++) {
             double rest = rest_[half], moment = moment_[half];
             GK_UNROLL for (int step = 1; step <= 2; step *= 2) {
                 rest += shuffle_xor(rest, step);
                 moment += shuffle_xor(moment, step);
             }
-            if (lane_ % 4 != 0 || rows_.row[half] >= count) continue;
-            double* at = args_.partials + part * count + rows_.row[half];
-            at[0] = rest;
-            at[plane] = moment;
+            if (lane_ % 4 == 0) write_partial(args_, rows_.row[half], part, {0.f, rest, moment});
         }
     }
 

@@ -11,7 +11,6 @@ constexpr int kTileRows = 128, kTileColumns = 256;
 constexpr int kStoredRows = 16;  // of a box of exponentials
 
 constexpr int kProductThreads = 384, kProductShared = 230464;  // of a product's block; bytes
-constexpr int kRowsPerBlock = 32;                              // where parts are combined
 
 // An item is one block of rows by one part of the vocabulary. Clusters take items in turn; those at work at one time
 // form a block of `group` row blocks by some parts: their hidden states stay in the L2 cache, and a tile of the weight
@@ -39,13 +38,18 @@ GK_HD Item place(const Schedule& s, uint32_t item) {
     return {first + inside % blocks, part, first_tile, end < s.tiles ? end : s.tiles};
 }
 
+// Of a row and a part of the vocabulary: maximum, sum and moment; or sum and moment relative to the sampled id.
+struct Partial {
+    double top, exps, moment;
+};
+
 struct KernelArgs {
     TensorMap hidden, weight, exponentials;
     ExponentialLaunch call;  // fused_logp: without a unit
     Schedule schedule;
-    double* partials;  // (planes, parts, rows): maximum, sum, moment; or sum and moment relative to the sampled ids
-    float* y_ids;      // (rows,) logits of the sampled ids under the softcap
-    float* slope_ids;  // (rows,) its slope there
+    Partial* partials;  // (rows, parts)
+    float* y_ids;       // (rows,) logits of the sampled ids under the softcap
+    float* slope_ids;   // (rows,) its slope there
 };
 
 }  // namespace gk::cuda::head

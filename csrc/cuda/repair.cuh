@@ -15,9 +15,12 @@ GK_DEVICE float dot(const uint16_t* h, const uint16_t* w, int width) {
     const int vectors = aligned ? width / kCount : 0;
     float sums[kCount] = {};
     for (int v = lane_index(); v < vectors; v += kWarp) {
+        Vector packed[2];
+        load_words(h + v * kCount, packed[0].words);
+        load_words(w + v * kCount, packed[1].words);
         float x[kCount], y[kCount];
-        unpack<BFloat16>(reinterpret_cast<const Vector*>(h)[v], x);
-        unpack<BFloat16>(reinterpret_cast<const Vector*>(w)[v], y);
+        unpack<BFloat16>(packed[0], x);
+        unpack<BFloat16>(packed[1], y);
         GK_UNROLL for (int k = 0; k < kCount; k++) sums[k] += x[k] * y[k];
     }
     float sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
@@ -62,37 +65,31 @@ GK_DEVICE double sum_across_warps(double mine) {
 }
 
 // ---- a row ----------------------------------------------------------------------------------------------------------
-GK_DEVICE Sums<double> extend(const Sums<double>& sums, float y, float to_exponent) {
-    Sums<double> result = y > sums.top ? raise(sums, y, to_exponent) : sums;
-    const float t = exponent(y, origin_of(result.top), to_exponent), e = exp2_fast(t);
-    result.exps += e;
-    result.moment += e * t;
-    return result;
-}
-
 GK_DEVICE void repair_row(const ExponentialLaunch& launch, int64_t row) {
     const RowArgs& args = launch.rows;
     const int64_t token = args.token_of[row];
     const float to_exponent = make_scales(args.params, args.temperature[token]).to_exponent;
-    Sums<double> own = {-infinity(), 0.0, 0.0};
-    for (int64_t column = warp_index(); column < args.vocab; column += kRepairWarps)
-        own = extend(own, logit_of(launch, row, column).y, to_exponent);
-    own = raise(own, static_cast<float>(max_across_warps(own.top)), to_exponent);
-    const Sums<double> sums = {own.top, sum_across_warps(own.exps), sum_across_warps(own.moment)};
-
     const int id = sampled_column(args, token);
-    const Logit sampled = logit_of(launch, row, id);
-    const ExactScales scales(args.params, args.temperature[token]);
-    const Statistics found = make_statistics(sums, scales, {id, sampled.y, sampled.slope});
-    if (thread_index() == 0) write_unit(launch, row, scales, found, sums.exps);
-
-    // E_id - S, without the cancellation
-    const float e_id = static_cast<float>(sums.exps) * expm1f(found.logp) * sampled.slope;
+    float own_top = -infinity();
+    double own_exps = 0.0, own_moment = 0.0;
+    for (int64_t column = warp_index(); column < args.vocab; column += kRepairWarps)
+        own_top = fmaxf(own_top, logit_of(launch, row, column).y);
+    const float top = static_cast<float>(max_across_warps(own_top));
     for (int64_t column = warp_index(); column < args.vocab; column += kRepairWarps) {
         const Logit logit = logit_of(launch, row, column);
-        const float e = exp2_fast(exponent(logit.y, origin_of(sums.top), to_exponent)) * logit.slope;
-        if (lane_index() == 0) write_exponential(args, row, column, column == id ? e_id : e);
+        const float t = exponent(logit.y, origin_of(top), to_exponent), e = exp2_fast(t);
+        own_exps += e;
+        own_moment += e * t;
+        if (lane_index() == 0) write_exponential(args, row, column, e * logit.slope);
     }
+    const Sums<double> sums = {top, sum_across_warps(own_exps), sum_across_warps(own_moment)};
+    const Logit sampled = logit_of(launch, row, id);
+    if (thread_index() > 0) return;
+    const ExactScales scales(args.params, args.temperature[token]);
+    const Statistics found = make_statistics(sums, scales, {id, sampled.y, sampled.slope});
+    write_unit(launch, row, scales, found, sums.exps);
+    // E_id - S, without the cancellation
+    write_exponential(args, row, id, static_cast<float>(sums.exps) * expm1f(found.logp) * sampled.slope);
 }
 
 GK_DEVICE void repair_rows(const ExponentialLaunch& launch) {

@@ -14,6 +14,15 @@
 
 namespace gk::cuda {
 
+// What every thread of a row needs for its gradient: du_j = 2^t (constant + linear t) (1 - tanh^2) for all but the
+// sampled id, t relative to `top`.
+struct Sweep {
+    bool zero_gradient;  // no gradient at all: exactly 0, whatever the row holds
+    int column;          // of the sampled id; -1 where it has no gradient of its own
+    float sampled;
+    float top, constant, linear;
+};
+
 struct BlockExchange {  // at the start of the block's shared memory
     Sums<float> warps[kSweepThreads / kWarp];
     Sweep sweep;
@@ -150,22 +159,31 @@ GK_DEVICE void write_gradient(const Source<In>& source, const float* bias, const
     });
 }
 
-// The sweep of a row whose statistics are given. A zero-gradient row is not read, whatever it holds.
+// A zero-gradient row is not read, whatever it holds.
 template <class In>
-GK_DEVICE Sweep given_sweep(const RowArgs& args, int64_t token, const Source<In>& source) {
-    const ExactScales exact(args.params, args.temperature[token]);
-    const RowGradient g = {args.dlogp[token], args.dentropy[token]};
+GK_DEVICE Sweep make_sweep(const RowArgs& args, int64_t token, const Source<In>& source) {
+    const float dlogp = args.dlogp[token], dentropy = args.dentropy[token];
+    if (dlogp == 0.f && dentropy == 0.f) return {true, -1, 0.f, 0.f, 0.f, 0.f};
+    const ExactScales scales(args.params, args.temperature[token]);
     const int column = sampled_column(args, token);
-    const bool zero_gradient = g.logp == 0.f && g.entropy == 0.f;
-    const float u = zero_gradient ? 0.f : sampled_logit(args, source, column, not_a_number());
-    const Sampled sampled = make_sampled(args, column, u);
+    const Sampled sampled = make_sampled(args, column, sampled_logit(args, source, column, not_a_number()));
     // lse in units of y, rounded to float; what the rounding leaves goes into log_sum
     const double lse = args.lse[token];
-    Statistics given = {};
-    given.top = static_cast<float>(lse / exact.to_z);
-    given.log_sum = lse - given.top * exact.to_z;
-    given.entropy = args.entropy[token];
-    return make_sweep(given, g, exact, sampled);
+    const float top = static_cast<float>(lse / scales.to_z), entropy = args.entropy[token];
+    const double log_sum = lse - top * scales.to_z;
+    const bool linear = dentropy != 0.f;
+    const double probability_scale = -exp(-log_sum) * scales.chain;
+    const double at_log_p_zero = linear ? dlogp + dentropy * (entropy - log_sum) : dlogp;
+    // 1 - p from expm1: exact where p is close to 1
+    const double log_p = (sampled.y - top) * scales.to_z - log_sum;
+    double du = -dlogp * expm1(log_p);
+    if (linear && log_p > -1e30) du -= dentropy * exp(log_p) * (log_p + entropy);
+    return {false,
+            column,
+            static_cast<float>(du * scales.chain * sampled.slope),
+            top,
+            static_cast<float>(probability_scale * at_log_p_zero),
+            static_cast<float>(probability_scale * dentropy * kLn2)};
 }
 
 template <class In, class Out>
@@ -175,7 +193,7 @@ GK_DEVICE void gradient(const RowLaunch& launch) {
     const int64_t row = block_index(), token = args.token_of[row];
     const Source<In> source = source_of<In>(args, row);
     const Target<Out, In> target = target_of<In, Out>(args, row, source);
-    if (thread_index() == 0) exchange.sweep = given_sweep(args, token, source);
+    if (thread_index() == 0) exchange.sweep = make_sweep(args, token, source);
     block_sync();
     const Sweep sweep = exchange.sweep;
     const Scales scales = make_scales(args.params, args.temperature[token]);
@@ -186,7 +204,10 @@ GK_DEVICE void gradient(const RowLaunch& launch) {
             write_gradient<capped.kOn, biased.kOn>(source, args.bias, target, scales, sweep, launch.overlap);
         });
     block_sync();  // all is written
-    if (thread_index() == 0) write_sampled(args, row, target, sweep);
+    if (thread_index() > 0) return;
+    float lost = 0.f;
+    if (sweep.column >= 0) lost = sweep.sampled - target.store_one(sweep.column, sweep.sampled);
+    if (args.rounding_error) args.rounding_error[row] = lost;
 }
 
 }  // namespace gk::cuda

@@ -93,17 +93,9 @@ GK_DEVICE Sums<Real> rebase(const Sums<Real>& sums, float top, Real to_exponent)
     return {top, sums.exps * factor, (sums.moment + sums.exps * fall) * factor};
 }
 
-// rebase() with a float32 factor, for sums that are rebased often: an exponential in double costs as much as many
-// others.
-GK_DEVICE Sums<double> raise(const Sums<double>& sums, float top, float to_exponent) {
-    const float fall = sums.top > -infinity() ? (sums.top - top) * to_exponent : 0.f;
-    const double factor = exp2_fast(fall);
-    return {top, sums.exps * factor, (sums.moment + sums.exps * fall) * factor};
-}
-
-GK_DEVICE Sums<double> merge(const Sums<double>& a, const Sums<double>& b, float to_exponent) {
+GK_DEVICE Sums<double> merge(const Sums<double>& a, const Sums<double>& b, double to_exponent) {
     const float top = fmaxf(a.top, b.top);
-    const Sums<double> x = raise(a, top, to_exponent), y = raise(b, top, to_exponent);
+    const Sums<double> x = rebase(a, top, to_exponent), y = rebase(b, top, to_exponent);
     return {top, x.exps + y.exps, x.moment + y.moment};
 }
 
@@ -180,47 +172,7 @@ GK_DEVICE Statistics make_statistics(const Sums<double>& sums, const ExactScales
 GK_DEVICE void write_statistics(const RowArgs& args, int64_t token, const Statistics& found) {
     args.logp[token] = found.logp;
     args.lse[token] = found.lse;
-    if (args.entropy) args.entropy[token] = found.entropy;
-}
-
-// d loss / d logp and d loss / d entropy.
-struct RowGradient {
-    float logp, entropy;
-};
-
-// What every thread of a row needs for its gradient: du_j = 2^t (constant + linear t) (1 - tanh^2) for all but the
-// sampled id, t relative to `top`.
-struct Sweep {
-    bool zero_gradient;  // no gradient at all: exactly 0, whatever the row holds
-    int column;          // of the sampled id; -1 where it has no gradient of its own
-    float sampled;
-    float top, constant, linear;
-};
-
-GK_DEVICE Sweep make_sweep(const Statistics& found, const RowGradient& g, const ExactScales& scales,
-                           const Sampled& sampled) {
-    if (g.logp == 0.f && g.entropy == 0.f) return {true, -1, 0.f, 0.f, 0.f, 0.f};
-    const bool linear = g.entropy != 0.f;
-    const double probability_scale = -exp(-found.log_sum) * scales.chain;
-    const double at_log_p_zero = linear ? g.logp + g.entropy * (found.entropy - found.log_sum) : g.logp;
-    // 1 - p from expm1: exact where p is close to 1
-    const double log_p = (sampled.y - found.top) * scales.to_z - found.log_sum;
-    double du = -g.logp * expm1(log_p);
-    if (linear && log_p > -1e30) du -= g.entropy * exp(log_p) * (log_p + found.entropy);
-    return {false,
-            sampled.column,
-            static_cast<float>(du * scales.chain * sampled.slope),
-            found.top,
-            static_cast<float>(probability_scale * at_log_p_zero),
-            static_cast<float>(probability_scale * g.entropy * kLn2)};
-}
-
-// For one thread, when the row's other gradients have been written.
-template <class Out, class In>
-GK_DEVICE void write_sampled(const RowArgs& args, int64_t row, const Target<Out, In>& target, const Sweep& sweep) {
-    float lost = 0.f;
-    if (sweep.column >= 0) lost = sweep.sampled - target.store_one(sweep.column, sweep.sampled);
-    if (args.rounding_error) args.rounding_error[row] = lost;
+    args.entropy[token] = found.entropy;
 }
 
 }  // namespace gk::cuda

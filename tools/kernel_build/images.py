@@ -32,6 +32,7 @@ def table(images: Sequence[Image], cuda: tuple[int, int]) -> str:
     lines += [
         f"const size_t kImageCount = {len(images)};",
         f"const int kBuiltForCuda = {1000 * cuda[0] + 10 * cuda[1]};",
+        f'const char* const kBuiltArchitectures = "{" ".join(dict.fromkeys(i.architecture for i in images))}";',
     ]
     lines += ["}  // namespace gk::cuda", ""]
     return "\n".join(lines)
