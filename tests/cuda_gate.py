@@ -6,13 +6,15 @@ kernel for one of them. The images are those of the build (tools/kernel_build), 
     no spills, and no index of a block by way of a float
     wgmma of their type, TMA and multicast in the products, none of which the assembler warns of
 
-The driver's structures, as csrc/cuda/libcuda.h declares them, are held to cuda.h (driver/layout.cpp). How many blocks
+The driver's structures, as csrc/cuda/libcuda.h declares them, are held to cuda.h (driver/layout.cpp), and the program
+of examples/cpp is linked. How many blocks
 fit a multiprocessor is part of each kernel (GK_KERNEL), for which the compiler spills rather than take more registers.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -101,6 +103,7 @@ def gate() -> int:
     flags = ["-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-I{newest.include}"]
     subprocess.run([*find_compiler(), *flags, ROOT / "tests" / "driver" / "layout.cpp"], check=True)
     folder, images = cuda.build_images(newest, "full")
+    runpy.run_path(str(ROOT / "examples" / "cpp" / "build.py"))["build"](folder / "example", newest)
     for other in older:
         cuda.build_images(other, SPECIFIC.removeprefix("sm_"))
     found = {}

@@ -6,6 +6,7 @@ import enum
 import importlib.util
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import verl_package
+from emulator.build import build_program
 from test_transformers import LENGTH, batch, own_logps, positions_of
 from tiny_models import tiny_model
 from torch import Tensor
@@ -37,6 +39,12 @@ def test_it_runs(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert "loss " in capsys.readouterr().out
+
+
+def test_cpp_on_the_emulated_gpu():
+    done = subprocess.run([build_program(EXAMPLES / "cpp" / "main.cu")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("logp ") == 6 and "largest error: " in done.stdout
 
 
 def test_verl(monkeypatch):

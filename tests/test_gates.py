@@ -18,7 +18,7 @@ from compile_cases import CASES
 from grpo_kernels.kernels.launch import architecture
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS, PRODUCT = "gk_rows_f32", "gk_exponentials_bfloat16"
+ROWS, PRODUCT = "gk_rows_f32", "gk_fused_logp_bf16"
 
 
 def test_what_is_complained_of():
@@ -33,8 +33,8 @@ def test_what_is_complained_of():
     found = {
         (ROWS, "sm_80"): Found(64, 2, 0, {"I2FP.F32.U32": 1}),
         (ROWS, "sm_90a"): Found(64, 0, 0, {}),
-        (PRODUCT, "sm_90a"): Found(168, 4, 0, kinds | {"UTMALDG": 0, "HGMMA.BF16": 4}),
-        ("gk_exponentials_float16", "sm_90a"): Found(168, 0, 0, kinds | {"HGMMA.BF16": 4}),
+        (PRODUCT, "sm_90a"): Found(168, 0, 0, kinds | {"UTMALDG": 0, "HGMMA.BF16": 4}),
+        ("gk_fused_logp_f16", "sm_90a"): Found(168, 0, 0, kinds | {"HGMMA.BF16": 4}),
     }
     said = ("2 spills", "2^24 is the last", "no UTMALDG", "the other 16-bit type")
     for line, words in zip(cuda_gate.complaints(found), said, strict=True):

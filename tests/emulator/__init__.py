@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from grpo_kernels.kernels.compiled.cuda import CudaKernels
+from grpo_kernels.kernels.compiled.cuda_kernels import CudaKernels
 from grpo_kernels.kernels.operations import Backend
 from grpo_kernels.kernels.torch.backend import TORCH
 

@@ -31,10 +31,13 @@ def build_module(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = OPTIMISED)
 
     binding = ROOT / "python" / "cuda_module.cpp"
     include = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}", f"-I{binding.parent}"]
-    names = ("kernels.cu", "host.cpp", "lm_head_sm90.cu", "lm_head.cpp")
-    sources = [binding, *(csrc / "cuda" / name for name in names), *sorted(HERE.glob("*.cpp"))]
     name = "_cuda" + sysconfig.get_config_var("EXT_SUFFIX")
-    return build(sources, csrc, [*flags, "-fvisibility=hidden", *include], name)
+    return build([binding], csrc, [*flags, "-fvisibility=hidden", *include], name, ["-shared"])
+
+
+def build_program(source: Path) -> Path:
+    """The program of this file, which calls csrc/cuda/api.h and CUDA's runtime, over the emulated GPU."""
+    return build([source, HERE / "runtime" / "runtime.cpp"], ROOT / "csrc", [*OPTIMISED], source.stem, [])
 
 
 def build_sanitized(csrc: Path) -> tuple[Path, dict[str, str]]:
@@ -46,7 +49,10 @@ def build_sanitized(csrc: Path) -> tuple[Path, dict[str, str]]:
     return build_module(csrc, SANITIZED), environment
 
 
-def build(sources: list[Path], csrc: Path, flags: list[str], name: str) -> Path:
+def build(own: list[Path], csrc: Path, flags: list[str], name: str, link: list[str]) -> Path:
+    """These sources, with the kernels and the emulator."""
+    names = ("kernels.cu", "host.cpp", "lm_head_sm90.cu", "lm_head.cpp")
+    sources = [*own, *(csrc / "cuda" / name for name in names), *sorted(HERE.glob("*.cpp"))]
     FOLDER.mkdir(parents=True, exist_ok=True)
     command = [*compiler(), *FLAGS, *flags]
     include = [f"-I{csrc}", f"-I{HERE}"]
@@ -54,10 +60,10 @@ def build(sources: list[Path], csrc: Path, flags: list[str], name: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers of one test run do not compile the same files side by side
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda source: compile_one(command, include, source), sources))
-        library = FOLDER / digest([*command, *(o.name for o in objects)]) / name
+        library = FOLDER / digest([*command, *link, *(o.name for o in objects)]) / name
         if not library.exists():
             library.parent.mkdir(exist_ok=True)
-            run([*command, "-shared", "-o", library.with_suffix(".new"), *objects])
+            run([*command, *link, "-o", library.with_suffix(".new"), *objects])
             os.replace(library.with_suffix(".new"), library)
     return library
 
@@ -76,14 +82,13 @@ def compile_one(command: list[str], include: list[str], source: Path) -> Path:
 
 
 def few_types(csrc: Path, copy: Path, *pairs: str) -> None:
-    """Copies csrc, with row kernels for these pairs of types alone: compiled in a fraction of the time."""
+    """Copies csrc, with statistics and gradients for these pairs of types only: compiled in a fraction of the time."""
     shutil.copytree(csrc, copy, dirs_exist_ok=True)
     kernels = copy / "cuda" / "kernels.cu"
     read = {pair.split(",")[0] for pair in pairs}
-    rows = "GK_STATS(", "GK_SPARSE("
-    wanted = {*(f"{name}{t})" for name in rows for t in read), *(f"GK_GRADIENT({pair})" for pair in pairs)}
+    wanted = {*(f"GK_STATS({t})" for t in read), *(f"GK_GRADIENT({pair})" for pair in pairs)}
     lines = kernels.read_text().splitlines(keepends=True)
-    kept = [x for x in lines if not x.startswith((*rows, "GK_GRADIENT(")) or x.strip() in wanted]
+    kept = [x for x in lines if not x.startswith(("GK_STATS(", "GK_GRADIENT(")) or x.strip() in wanted]
     kernels.write_text("".join(kept))
 
 

@@ -219,23 +219,31 @@ def build_images(compiler: Compiler, setting: str) -> tuple[Path, list[Image]]:
     return ninja_file.folder, images
 
 
+def chosen_architectures(compiler: Compiler, *, development: bool) -> list[str]:
+    chosen = architectures(os.environ.get("GRPO_KERNELS_CUDA_ARCHS", ""), compiler, development=development)
+    print(f"grpo_kernels: {compiler} ({compiler.library.parent}) for {' '.join(chosen)}", flush=True)
+    return chosen
+
+
+def add_kernels(ninja_file: NinjaFile, host: HostModule, compiler: Compiler, chosen: Iterable[str]) -> None:
+    """Adds the functions of csrc/cuda/api.h, with the device code for these architectures in them."""
+    images = add_images(ninja_file, compiler, chosen)
+    for source in sorted(FOLDER.glob("*.cpp")):
+        host.add(source)
+    generated = ninja_file.folder / "images.cpp"
+    write_if_changed(generated, table(images, compiler.version))
+    host.add(generated, [f"-I{ROOT / 'csrc'}"], implicit=[image.file for image in images])
+
+
 def build(filename: str, *, development: bool) -> Path:
     """The built module, whose file is to have this name."""
     if not is_wanted():
         raise BuildError("no GPU answers here; GRPO_KERNELS_CUDA=1 builds them for every architecture")
     compiler = find_device_compiler()
-    chosen = architectures(os.environ.get("GRPO_KERNELS_CUDA_ARCHS", ""), compiler, development=development)
-    print(f"grpo_kernels: {compiler} ({compiler.library.parent}) for {' '.join(chosen)}", flush=True)
-    folder = folder_of(compiler)
-    ninja_file = NinjaFile(folder, f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}")
-    images = add_images(ninja_file, compiler, chosen)
+    ninja_file = NinjaFile(folder_of(compiler), f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}")
     module = HostModule(ninja_file, sysconfig.get_platform())
     module.add_binding(ROOT / "python" / "cuda_module.cpp")
-    for source in sorted(FOLDER.glob("*.cpp")):
-        module.add(source)
-    generated = folder / "images.cpp"
-    write_if_changed(generated, table(images, compiler.version))
-    module.add(generated, [f"-I{ROOT / 'csrc'}"], implicit=[image.file for image in images])
+    add_kernels(ninja_file, module, compiler, chosen_architectures(compiler, development=development))
     built = module.link(filename, ["-ldl"])
     ninja_file.run()
     return built

@@ -119,7 +119,9 @@ class HostModule:
             depfile="$out.d",
             deps="gcc",
         )
-        self.ninja.rule("link", f"{cxx} {shell(link)} $in -o $out -pthread {shell(extra)} $libraries", "link $out")
+        for rule, kind in (("link", link), ("program", [])):
+            command = f"{cxx} {shell(kind)} $in -o $out -pthread {shell(extra)} $libraries"
+            self.ninja.rule(rule, command, "link $out")
         self.objects: list[Path] = []
 
     def add(self, source: Path, extra: Iterable[str] = (), name: str = "", implicit: Iterable[Path] = ()) -> None:
@@ -134,8 +136,9 @@ class HostModule:
         flags = ["-isystem", pybind11.get_include(), "-isystem", include, f"-I{ROOT / 'csrc'}"]
         self.add(source, flags, name=f"{source.stem}.{sys.implementation.cache_tag}")
 
-    def link(self, module: str, libraries: Iterable[str] = ()) -> Path:
-        return self.ninja.build(self.ninja.folder / module, "link", self.objects, libraries=shell(libraries))
+    def link(self, name: str | Path, libraries: Iterable[str] = (), *, rule: str = "link") -> Path:
+        """`rule`: "link" makes a module, "program" a program."""
+        return self.ninja.build(self.ninja.folder / name, rule, self.objects, libraries=shell(libraries))
 
 
 def shell(arguments: Iterable[str]) -> str:
