@@ -34,7 +34,7 @@ VLLM = build/vllm
 # What torch itself takes part in: custom operators, torch.compile, autograd, autocast, with every surrogate. Triton's
 # interpreter takes the Triton that tests/triton_interpreter.py was written for: it runs with the newest torch alone.
 TORCH_TESTS = compile engine accumulation chunks precision default_type policy_loss sampling_mask traps variants env
-TORCH_SELECTED = not triton and not cuda and not strategies_without_logits
+TORCH_SELECTED = not triton and not cuda
 SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -112,8 +112,8 @@ $(VENV)/.nvrtc: $(VENV)/.installed
 	packages=$$(GRPO_KERNELS_CUDA=1 $(BIN)/python tools/build_backend.py) && { test -z "$$packages" || $(INSTALL) $$packages; }
 	@touch $@
 
-cuda-gate: $(VENV)/.installed ## the CUDA kernels, compiled for GPUs that need not be here, against a budget
-	$(BIN)/python tests/cuda_gate.py $(ARGS)
+cuda-gate: $(VENV)/.installed ## the CUDA kernels, compiled for GPUs that need not be here
+	$(BIN)/python tests/cuda_gate.py
 
 lint: $(VENV)/.built ## ruff, mypy, clang-format: check only
 	$(BIN)/ruff check

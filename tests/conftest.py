@@ -42,9 +42,9 @@ def run_gpu_backends_on_cpu() -> None:
 
 def load_emulated_cuda():
     """The CUDA kernels compiled for an emulated GPU, on CPU tensors, when the first test asks for them."""
-    from emulator import Emulated, build_module
+    from emulator import build_module, load
 
-    return Emulated(build_module()), ""
+    return load(build_module()), ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _this_cpu_multiplies_bfloat16(monkeypatch):
     """Whether it does decides the way that bfloat16 takes: test_chunks.py has the one of a CPU that does not."""
-    for module in ("memory", "lm_head"):
+    for module in ("chunk_size", "lm_head"):
         monkeypatch.setattr(f"grpo_kernels.head.{module}.cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
 
 

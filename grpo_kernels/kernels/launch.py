@@ -4,13 +4,8 @@ A table of the user (`tuned_path`) comes first; bench/tune.py measures candidate
 
     {architecture: {kernel: {shape: {field: value}}}}        shape: "H V type" or "V type" as measured, or "*"
 
-Strategies say which kernels compute a chunk: the vendor's product and a row pass over logits, or a product with a
-softmax epilogue. A backend lists what serves its inputs, best first, as the table has it. GRPO_KERNELS_STRATEGY names
-another one, for experiments.
-
-    rows       logits = h W^T into the scratch, then a row kernel
-    linear     statistics alone (no gradient wanted yet) come from one kernel, h and W to log-probabilities; else rows
-    anchored   linear, and the fused way stores e^(z - z_id) from the product's epilogue: no row pass at all
+`fused_products` of an architecture are those with the softmax in their epilogue that have been measured faster there
+than the vendor's product and a row kernel over its logits.
 """
 
 from __future__ import annotations
@@ -25,12 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from .operations import Backend
-
-STRATEGIES = ("rows", "linear", "anchored")
-VARIABLE = "GRPO_KERNELS_STRATEGY"
 SHIPPED = Path(__file__).with_suffix(".json")
 
 
@@ -102,10 +92,6 @@ def matmul_launch(kernel: str, device: torch.device, width: int, vocab: int, dty
     return MatmulLaunch(**_fields(kernel, device, shape_key(width, vocab, dtype=dtype)))
 
 
-def token_launch(device: torch.device) -> TokenLaunch:
-    return TokenLaunch(**_find(architecture(device), "tokens", "*"))
-
-
 def shape_key(*sizes: int, dtype: torch.dtype) -> str:
     return " ".join([*map(str, sizes), str(dtype).removeprefix("torch.")])
 
@@ -120,39 +106,9 @@ def trial(kernel: str, launch: RowLaunch | MatmulLaunch) -> Iterator[None]:
         del _trials[kernel]
 
 
-def choose_strategy(backend: Backend, hidden: Tensor, weight: Tensor) -> str:
-    """One of STRATEGIES for these hidden states (..., H) and weight (V, H)."""
-    served = backend.strategies(hidden, weight)
-    wanted = os.environ.get(VARIABLE)
-    if not wanted or wanted in served:
-        return wanted or served[0]
-    if wanted not in STRATEGIES:
-        raise ValueError(f"{VARIABLE}={wanted!r}; expected one of {', '.join(STRATEGIES)}")
-    _warn_once(
-        f"grpo_kernels: {VARIABLE}={wanted} does not serve backend {backend.name!r} with {hidden.dtype} on "
-        f"{hidden.device.type}; using {served[0]!r}"
-    )
-    return served[0]
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
-
-
 def paying_products(device: torch.device) -> tuple[str, ...]:
     """Returns which products with the softmax in their epilogue have been measured faster on such a GPU."""
     return tuple(shipped_table()[architecture(device)]["fused_products"])
-
-
-def best_first(entry: str, served: tuple[str, ...], weight: Tensor) -> tuple[str, ...]:
-    """The strategies that serve this lm_head (V, H), first the one that the table prefers.
-
-    `entry`: "strategy" of the Triton kernels, "cuda_strategy". What no GPU has measured yet is not preferred.
-    """
-    shape = shape_key(weight.shape[1], weight.shape[0], dtype=weight.dtype)
-    best: str = _find(architecture(weight.device), entry, shape)["name"]
-    return (best, *(name for name in served if name != best)) if best in served else served
 
 
 def shipped_table() -> dict[str, Any]:

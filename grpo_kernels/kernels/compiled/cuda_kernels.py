@@ -1,0 +1,124 @@
+"""The functions of the compiled CUDA module (csrc/cuda) as operations, on the current stream of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..operations import Backend, HeadChunk, LogitChunk, RowGradients, Statistics, chunk_row_stride, contiguous_rows
+from .base import DTYPES, matrix, row_arguments
+
+OLDEST_CAPABILITY = 80
+ALIGNED = 256  # an address like those of fresh memory, for asking what would be served there
+
+
+class CudaKernels:
+    """The operations of a compiled module, whose kernels know no teacher. The tests' emulator is a module of the same
+    names for tensors on the CPU."""
+
+    def __init__(self, module: ModuleType, device_type: str = "cuda") -> None:
+        self.module = module
+        self.device_type = device_type
+
+    def over(self, others: Backend) -> Backend:
+        """Returns the table of these operations, and of `others` for what the module lacks."""
+        return replace(
+            others, name="cuda", statistics=self.statistics, gradient=self.gradient, scale=self.scale,
+            exponentials=self.exponentials, fused_exponentials=self.fused_exponentials, fused_logp=self.fused_logp,
+            fused_products=self.fused_products, takes_teachers=False, unavailable_reason=self.unavailable_reason,
+        )  # fmt: skip
+
+    def call(self, function: Callable[..., None], device: torch.device, *arguments: object) -> None:
+        """Kernels go to the current stream of the thread's current device, which need not be the tensors' own."""
+        if device.type != self.device_type:
+            raise ValueError(f"backend 'cuda' serves tensors on {self.device_type}, got one on {device}")
+        with _on(device):
+            function(*arguments, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+    def statistics(self, chunk: LogitChunk) -> None:
+        self.call(self.module.stats, chunk.logits.device, *row_arguments(chunk))
+
+    def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
+        self.call(self.module.gradient, chunk.logits.device, *row_arguments(chunk, dlogp, dentropy, out))
+
+    def exponentials(self, chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
+        unit = torch.empty(len(out), dtype=torch.float32, device=out.device)
+        rows = row_arguments(chunk, out=RowGradients(out))
+        self.call(self.module.exponentials, out.device, *rows, *_product(head.hidden, head), unit)
+        return unit
+
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        self.call(self.module.scale, x.device, x, DTYPES[x.dtype], x.numel(), factor)
+
+    # --- products with the softmax in their epilogue --------------------------------------------------------------
+
+    def fused_products(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
+        """They are for compute capability 9.0, where they are measured to be faster than the library's product."""
+        if hidden.dtype != weight.dtype or weight.dtype not in DTYPES or weight.stride(-1) != 1:
+            return ()
+        # Hidden states and exponentials are not there yet: they get memory that is aligned.
+        count, (vocab, width) = hidden.numel() // hidden.shape[-1], weight.shape
+        product = ALIGNED, width, weight.data_ptr(), weight.stride(0), width, DTYPES[weight.dtype], None
+        wanted = {"logp": (0, 0), "exponentials": (ALIGNED, chunk_row_stride(vocab, weight.device))}
+        with _on(weight.device):
+            return tuple(x for x, at in wanted.items() if self.module.supports_fused(count, vocab, *at, *product))
+
+    def fused_logp(self, head: HeadChunk, entropy: bool) -> Statistics:
+        """The entropy comes with the rest."""
+        return self._fused(self.module.fused_logp, head)
+
+    def fused_exponentials(self, head: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
+        unit = torch.empty(len(out), dtype=torch.float32, device=out.device)
+        return self._fused(self.module.fused_exponentials, head, out, unit), unit
+
+    def _fused(
+        self, function: Callable[..., None], head: HeadChunk, out: Tensor | None = None, *unit: Tensor
+    ) -> Statistics:
+        hidden, device = head.hidden, head.hidden.device
+        stats, size, written = Statistics.empty(len(hidden), device), (len(hidden), len(head.weight)), matrix(out)
+        with _on(device):
+            product = _product(hidden, head)
+            # A view that begins, or whose rows begin, off the alignment, or that is expanded.
+            if not self.module.supports_fused(*size, written[0], written[2], *product):
+                product = _product(torch.empty(hidden.shape, dtype=hidden.dtype, device=device).copy_(hidden), head)
+            workspace = torch.empty(self.module.fused_workspace(*size, *product), dtype=torch.uint8, device=device)
+            self.call(
+                function, device, *matrix(None), *size, None, head.ids, 0, None, head.temperature, *stats, None, None,
+                *written, None, *head.transform, *product, *unit, workspace,
+            )  # fmt: skip
+        return stats
+
+    # --- where they run -------------------------------------------------------------------------------------------
+
+    def unavailable_reason(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return ""
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+        if self.module.image_for(capability):
+            return ""
+        found = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+        if capability < OLDEST_CAPABILITY:
+            return f"{found}, and the CUDA kernels need {OLDEST_CAPABILITY / 10} or later: use another backend"
+        return (
+            f"{found}, and the CUDA kernels were built for {self.module.built_architectures()}: update the driver, "
+            f"install the wheel of another CUDA version, or in a checkout run GRPO_KERNELS_CUDA_ARCHS={capability} "
+            "pip install ."
+        )
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """What the module says of a launch is of the thread's current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _product(hidden: Tensor, head: HeadChunk) -> tuple[object, ...]:
+    """Returns the fields of gk::cuda::Product."""
+    hidden, weight = contiguous_rows(hidden), contiguous_rows(head.weight)
+    bias = None if head.bias is None else head.bias.float()
+    return hidden, hidden.stride(0), weight, weight.stride(0), weight.shape[1], DTYPES[weight.dtype], bias
