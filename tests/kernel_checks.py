@@ -331,12 +331,13 @@ def check_exponentials(
     bias = torch.randn(shift % 5 + vocab)[shift % 5 :] if biased else None
     if bias is not None and vocab > 5:
         bias[5] = -math.inf  # excluded everywhere, and sampled by the last two rows
-    hidden = torch.nn.functional.pad(torch.eye(count), (0, 24 - count)).bfloat16()
-    weight = torch.nn.functional.pad(values.T, (0, 24 - count))  # hidden @ weight.T is exactly the logits
+    # hidden @ weight.T is exactly the logits; most rows begin off any alignment.
+    hidden = torch.nn.functional.pad(torch.eye(count), (13, 0)).bfloat16()
+    weight = torch.nn.functional.pad(values.T, (13, 0))
     u, truth = exact(values, ids, temperature, transform, bias)
     expected = torch.autograd.grad(truth.logp.sum(), u)[0]
     has_nan, outside = 3, 8
-    hidden[has_nan, has_nan] = values[has_nan, vocab // 2] = math.nan
+    hidden[has_nan, -1] = values[has_nan, vocab // 2] = math.nan
     ids[outside] = (-100, vocab, 2**40 + 7)[shift % 3]
     sound = [i for i in range(count) if i not in (has_nan, outside)]
 

@@ -15,11 +15,12 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import kernels as backends
-from grpo_kernels.contract import no_values
 from grpo_kernels.kernels import choose_backend, get_backend
 from grpo_kernels.kernels import triton as kernels
 from grpo_kernels.kernels.compiled import cuda as cuda_backend
-from grpo_kernels.names import INTERFACE, KernelParams
+from grpo_kernels.kernels.compiled.base import INTERFACE
+from grpo_kernels.kernels.operations import LogitTransform, Statistics
+from grpo_kernels.kernels.torch.backend import TORCH
 
 NAME = "grpo_kernels._cuda"
 GPU = torch.device("cuda", 0)
@@ -97,7 +98,7 @@ def auto(device: torch.device = GPU, dtype: torch.dtype = torch.bfloat16) -> tup
 
 def test_it_is_taken_where_it_can_be_used(machine):
     kernels, reason = cuda_backend.load()
-    assert reason == "" and kernels.name == "cuda" and kernels.module is machine.module
+    assert reason == "" and kernels.name == "cuda" and kernels.statistics.__self__.module is machine.module
     assert auto() == ("cuda", [])
     assert auto(dtype=torch.float64) == ("torch", [])
     assert auto(torch.device("cpu"), torch.float32) == ("cpu", [])
@@ -154,6 +155,17 @@ def test_a_device_without_an_image_falls_back_with_one_warning(machine, capabili
     assert auto(torch.device("cpu"), torch.float32) == ("cpu", [])
 
 
+def test_what_it_lacks_is_tritons_or_torchs(machine, monkeypatch):
+    from grpo_kernels.kernels.triton.backend import load
+
+    found, _ = cuda_backend.load()
+    assert found.kept_logits.__wrapped__ is load().kept_logits.__wrapped__
+    assert found.exponentials.__self__.module is machine.module
+    monkeypatch.setattr(cuda_backend, "why_unusable", lambda: "too old")
+    found, _ = cuda_backend.load()
+    assert found.sparse_gradient is TORCH.sparse_gradient and found.fused_logp.__self__.module is machine.module
+
+
 def test_an_installation_without_cuda_kernels_is_a_choice(machine):
     machine.without_kernels()
     assert "no CUDA kernels" in cuda_backend.load()[1] and not cuda_backend.installed()
@@ -206,6 +218,6 @@ def test_the_interpreter_notices_a_wrong_address():
     short = logits[:, :5]  # eight columns are promised below
     with pytest.raises(Exception, match="lie outside the launch"):
         rows.statistics_kernel[(1,)](
-            rows.Logits(short, None, 9, 8), ids, 0, torch.ones(3), no_values(3, torch.float32, ids.device), 3, 3,
-            rows.scalars(KernelParams()), OPTIONS=rows.RowOptions(False, True, 4, 16),
+            rows.Logits(short, None, 9, 8), ids, 0, torch.ones(3), Statistics.empty(3, ids.device), 3,
+            rows.scalars(LogitTransform()), OPTIONS=rows.RowOptions(False, True, 4, 16),
         )  # fmt: skip

@@ -19,13 +19,9 @@ from typing import NamedTuple
 import kernel_checks as c
 import pytest
 import torch
-from emulator import ROOT, Emulated, build_module, build_sanitized, few_types
+from emulator import ROOT, Emulated, build_module, build_sanitized, few_types, load
 from test_lm_head_kernels import ORDERS, assert_exact, make_head
-from test_sparse_kernels import check_against_torch, check_capacity
 
-from grpo_kernels.names import KernelParams, PlanRules
-
-TOKEN_FILES = ("plan.cuh", "sequences.cuh", "tokens.cuh", "kept.cuh", "scale.cuh")
 PAIR = (torch.float32, torch.bfloat16)
 
 
@@ -41,9 +37,7 @@ class Fault(NamedTuple):
         """Those checks of `check_all` that the file's kernels can fail."""
         if self.file.startswith("lm_head"):
             return check_products
-        if self.file == "sparse.cuh":
-            return check_sparse
-        return check_tokens if self.file in TOKEN_FILES else check_all
+        return {"scale.cuh": check_scale, "rows.cuh": check_rows}.get(self.file, check_all)
 
 
 def read_faults() -> list[Fault]:
@@ -61,40 +55,30 @@ def read_faults() -> list[Fault]:
 def check_rows(kernels: Emulated, orders=ORDERS[:4]) -> None:
     for order in orders:
         kernels.use(order=order)
-        c.check_rows(kernels, 5003, PAIR, KernelParams(), shift=order, biased=order % 2 == 0)
+        c.check_rows(kernels, 5003, PAIR, shift=order, biased=order % 2 == 0)
         c.check_in_place(kernels, 5003, PAIR, shift=order)
     c.check_extremes(kernels, PAIR)
     c.check_absent_and_zero_gradient(kernels, PAIR)
 
 
-def check_tokens(kernels: Emulated, orders=ORDERS[:4]) -> None:
-    """Tokens, sequences, kept ids, finished gradients."""
+def check_exponentials(kernels: Emulated, orders=ORDERS[:4]) -> None:
     for order in orders:
         kernels.use(order=order)
-        lengths = [7, 300, 0, 64, 1, 1300, *[9] * 20]
-        for case, rules in enumerate((PlanRules(), PlanRules(whole_sequences=True, score_inactive=False))):
-            c.check_plan(kernels, *c.make_inputs(c.Draw(case), lengths), rules)
-        for case in (1, 2):
-            c.check_sequences(kernels, case, lengths)
-        c.check_sums(kernels, 0, lengths)
-        c.check_kept(kernels, 1031, torch.float32, wide=True, shift=order)
+        dtype = (torch.float32, torch.bfloat16)[order % 2]
+        c.check_exponentials(kernels, 5003, dtype=dtype, shift=order, biased=order // 2 % 2 == 0)
+
+
+def check_scale(kernels: Emulated, orders=ORDERS[:4]) -> None:
+    for order in orders:
         kernels.use((90, 1), order)
         for dtype, shift in zip(c.DTYPES, (3, 7, 0), strict=True):
             c.check_scale(kernels, dtype, 60001, shift)
 
 
 def check_all(kernels: Emulated) -> None:
+    check_exponentials(kernels)
     check_rows(kernels)
-    check_tokens(kernels)
-    check_sparse(kernels)
-
-
-def check_sparse(kernels: Emulated, orders=ORDERS[:4]) -> None:
-    """Rows of several turns of a block."""
-    for order in orders:
-        kernels.use(order=order)
-        check_against_torch(kernels, (65, 20011), torch.float32, {"softcap": 5.0 * (order % 2)})
-        check_capacity(kernels)
+    check_scale(kernels)
 
 
 def check_products(kernels: Emulated, orders=ORDERS) -> None:
@@ -107,9 +91,6 @@ def check_products(kernels: Emulated, orders=ORDERS) -> None:
 
 def build_with(fault: Fault | None, folder: Path, optimisation: str = "-O0") -> Path:
     few_types(ROOT / "csrc", folder, "f32, bf16")
-    # So few tiles that each takes several turns.
-    header = folder / "cuda" / "kernels.h"
-    header.write_text(header.read_text().replace("kMaxPlanTiles = 2048", "kMaxPlanTiles = 3"))
     if fault:
         file = folder / "cuda" / fault.file
         text = file.read_text()
@@ -133,7 +114,7 @@ def run_check(module: Path, check: Callable[[Emulated], None]) -> str:
     torch.set_num_threads(1)  # the threads of the parent are not here
     torch.use_deterministic_algorithms(True)  # memory that nothing has been written to holds NaN
     try:
-        check(Emulated(module))
+        check(load(module))
         return ""
     except (AssertionError, RuntimeError, ValueError) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == c.__file__]
@@ -160,12 +141,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 from pathlib import Path
 import triton_interpreter
 triton_interpreter.install()
-from test_cuda_faults import Emulated, check_products, check_rows, check_sparse, check_tokens
-kernels = Emulated(Path(sys.argv[1]))
-check_rows(kernels, orders=(3,))
-check_tokens(kernels, (3,))
-check_sparse(kernels, (3,))
-check_products(kernels, (3,))
+from test_cuda_faults import check_exponentials, check_products, check_rows, check_scale, load
+kernels = load(Path(sys.argv[1]))
+for check in (check_exponentials, check_rows, check_scale, check_products):
+    check(kernels, (3,))
 print("all checks passed")
 """
 

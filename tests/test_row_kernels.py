@@ -49,6 +49,7 @@ def usable_isas() -> list[str]:
 ISAS = usable_isas()
 of_cpu = pytest.mark.parametrize("kernels", ISAS, indirect=True)
 of_cuda = pytest.mark.parametrize("kernels", ["cuda"], indirect=True)
+without_cuda = pytest.mark.parametrize("kernels", [*ISAS, "triton"], indirect=True)  # whose table has others' there
 
 
 @pytest.fixture(params=[*ISAS, "triton", "cuda"])
@@ -269,6 +270,7 @@ def test_scale(kernels, dtype):
 # --- kept ids -------------------------------------------------------------------------------------------------------
 
 
+@without_cuda
 @pytest.mark.parametrize("dtype", c.DTYPES)
 def test_kept_ids(kernels, dtype):
     """On a CPU with both types of gradients at every width."""
@@ -278,6 +280,7 @@ def test_kept_ids(kernels, dtype):
             c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
 
 
+@without_cuda
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_of_kept_ids(kernels, dtype):
     c.check_kept_ids(kernels, dtype)
