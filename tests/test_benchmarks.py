@@ -17,7 +17,6 @@ import pytest
 import torch
 import tune
 
-from grpo_kernels.kernels import launch
 from grpo_kernels.benchmarks import command, measure, process
 from grpo_kernels.benchmarks.cases import MODES, SETS, Case, jobs, make_case, parse_shape
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Step, Unsupported, select
@@ -26,6 +25,7 @@ from grpo_kernels.benchmarks.measure import Options
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
 from grpo_kernels.benchmarks.show import case_table
 from grpo_kernels.commands.cli import main
+from grpo_kernels.kernels import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

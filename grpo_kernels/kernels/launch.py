@@ -92,6 +92,11 @@ def matmul_launch(kernel: str, device: torch.device, width: int, vocab: int, dty
     return MatmulLaunch(**_fields(kernel, device, shape_key(width, vocab, dtype=dtype)))
 
 
+def token_launch(device: torch.device) -> TokenLaunch:
+    """The same on every GPU; in the interpreter, which runs on a CPU, few and small blocks."""
+    return TokenLaunch(8, 16, 1) if device.type == "cpu" else TokenLaunch(1, 512, 4)
+
+
 def shape_key(*sizes: int, dtype: torch.dtype) -> str:
     return " ".join([*map(str, sizes), str(dtype).removeprefix("torch.")])
 
