@@ -12,8 +12,7 @@ from helpers import MASK_WAYS, Batch, make_batch, make_sampling_mask, packed, tr
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.config import AGGREGATIONS, SURROGATE_RULES
-from grpo_kernels.names import KL_ESTIMATORS
+from grpo_kernels.config import AGGREGATIONS, KL_ESTIMATORS, SURROGATE_RULES
 from grpo_kernels.reference import reference_loss_from_logps
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -217,7 +216,7 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
 def size_of_loss(batch: Batch, config: gk.GRPOConfig) -> float:
     """sum_t w_t |A_t|, times |logp_t| where the surrogate is linear in it: the loss before terms cancel."""
     logps, _ = true_logps(batch, config)
-    linear = SURROGATE_RULES[config.surrogate].weight is not None or config.ratio_cap is not None
+    linear = config.surrogate.startswith("cispo") or config.surrogate in ("vespo", "reinforce") or config.ratio_cap
     logps = logps.detach() if linear else -torch.ones_like(logps)  # 0 where a token keeps its sampled id alone
     plain = gk.GRPOConfig(
         surrogate="reinforce", aggregation=config.aggregation, max_completion_length=config.max_completion_length

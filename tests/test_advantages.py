@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, WEIGHT_LEVELS
+from grpo_kernels.names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
+from grpo_kernels.objective.sequences import WEIGHT_LEVELS
 from grpo_kernels.rewards import group_statistics, resolve_groups
 
 

@@ -19,9 +19,8 @@ import grpo_kernels as gk
 from grpo_kernels import kernels as backends
 from grpo_kernels.commands import check, env
 from grpo_kernels.commands.cli import main
-from grpo_kernels.config import AGGREGATIONS, SURROGATE_RULES
+from grpo_kernels.config import AGGREGATIONS, KL_ESTIMATORS, SURROGATE_RULES
 from grpo_kernels.kernels.torch.backend import TorchBackend
-from grpo_kernels.names import KL_ESTIMATORS
 
 
 @pytest.fixture

@@ -35,13 +35,12 @@ from test_peft import ADVANTAGES, adapted
 from test_transformers import batch as model_batch
 
 import grpo_kernels as gk
-from grpo_kernels.contract import SparseRule
 from grpo_kernels.head import kept, sparse
 from grpo_kernels.head import shared as engine_shared
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations.transformers import fused_forward
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.launch import STRATEGIES
+from grpo_kernels.kernels.operations import SparseRule
 
 BACKENDS = ("cpu", "torch")
 ALL_BACKENDS = (*BACKENDS, "triton", "cuda")  # for a few: interpreter and emulator take long

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from typing import get_args
 
 import pytest
 from helpers import (
@@ -35,10 +36,8 @@ from option_space import (
 
 import grpo_kernels as gk
 from grpo_kernels import reference as specification
-from grpo_kernels.config import SURROGATE_RULES
-from grpo_kernels.head.chunks import Scorer
-from grpo_kernels.kernels.torch import objective
-from grpo_kernels.names import SURROGATES
+from grpo_kernels.config import SURROGATE_RULES, Surrogate
+from grpo_kernels.head.loop import Pass
 
 CASES = covering_array()
 
@@ -69,7 +68,7 @@ def test_the_walk_is_complete():
     assert {point[:2] for point, _ in CASES} == {point[:2] for point in POINTS} and len(CASES) > 100
     assert {"cpu", "cuda", "triton", "torch"} <= set(gk.available_backends())
     assert set(specification.SURROGATES) == set(SURROGATE_RULES) - {"vespo"}
-    assert set(objective.SURROGATES) == set(SURROGATES)
+    assert set(get_args(Surrogate)) == set(SURROGATE_RULES)
 
 
 def test_the_sample_for_a_gpu_has_every_value_of_every_axis_and_option():
@@ -83,30 +82,23 @@ def test_the_sample_for_a_gpu_has_every_value_of_every_axis_and_option():
 @pytest.mark.parametrize(
     ("options", "off", "rows", "expected"),
     [
-        ({}, True, 3, {"single_pass"}),
-        ({"importance_sampling_level": "sequence"}, False, 3, {"single_pass"}),  # on-policy: its ratio is known
-        ({"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True}, False, 7, {"staged"}),
-        ({"importance_sampling_level": "sequence"}, True, 7, {"staged"}),
-        ({"importance_sampling_level": "sequence"}, True, None, {"staged"}),
-        ({"importance_sampling_level": "sequence"}, True, 3, {"score", "gradient"}),
-        ({"surrogate": "vespo"}, True, 6, {"staged"}),
-        ({"surrogate": "vespo"}, True, 5, {"score", "gradient"}),
-        ({"off_policy_mask_threshold": 0.1}, True, 12, {"staged"}),
-        ({"off_policy_mask_threshold": 0.1}, True, 1, {"score", "gradient"}),
+        ({}, True, 3, set()),
+        ({"importance_sampling_level": "sequence"}, False, 3, set()),  # on-policy: its ratio is known
+        ({"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True}, False, 7, {"sequences"}),
+        ({"importance_sampling_level": "sequence"}, True, 7, {"sequences"}),
+        ({"importance_sampling_level": "sequence"}, True, None, {"sequences"}),
+        ({"importance_sampling_level": "sequence"}, True, 3, {"backward"}),
+        ({"surrogate": "vespo"}, True, 6, {"sequences"}),
+        ({"surrogate": "vespo"}, True, 5, {"backward"}),
+        ({"off_policy_mask_threshold": 0.1}, True, 12, {"sequences"}),
+        ({"off_policy_mask_threshold": 0.1}, True, 1, {"backward"}),
     ],
 )
 def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, rows, expected):
-    batch = make_batch(3)
+    """A loss of single tokens; whole sequences in a chunk; statistics of all tokens first, and their logits again."""
+    batch, calls = make_batch(3), []
     batch = off_policy(batch) if off else batch.with_options(ref_logps=batch.hidden.new_full(batch.ids.shape, -3.0))
-    calls = []
-    for way in ("single_pass", "staged", "gradient", "score"):
-        # An empty score() of inactive rows is no way of its own.
-        call_counter(
-            monkeypatch,
-            Scorer,
-            way,
-            calls,
-            lambda self, first, *_, way=way, **__: way if way != "score" or first is None or len(first) else "",
-        )
+    for way in ("sequences", "backward"):
+        call_counter(monkeypatch, Pass, way, calls, lambda *_, way=way, **__: way)
     fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
-    assert set(filter(None, calls)) == expected
+    assert set(calls) == expected

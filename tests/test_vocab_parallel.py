@@ -45,9 +45,9 @@ from torch import Tensor, distributed
 
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
-from grpo_kernels.contract import SparseRule
 from grpo_kernels.head import kept, sparse, vocab_parallel
 from grpo_kernels.integrations.sequence_parallel import gather_tokens
+from grpo_kernels.kernels.operations import SparseRule
 
 VOCAB = 67
 SLICES = {1: (VOCAB,), 2: (24, 43), 3: (30, 1, 36)}  # rows of the weight, of any sizes
