@@ -25,7 +25,7 @@ import grpo_kernels as gk
 from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.torch import backend as torch_backend
+from grpo_kernels.kernels.torch import rows as torch_rows
 from grpo_kernels.kernels.triton import scale as triton_scale
 
 PARTS = slice(0, 1), slice(1, 4)
@@ -202,7 +202,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(triton_scale, "BLOCK_SIZE", 32)
     monkeypatch.setattr(triton_scale, "REST_SIZE", 8)
     monkeypatch.setattr(triton_scale, "MAX_PROGRAMS", 3)
-    monkeypatch.setattr(torch_backend, "SCALED_AT_ONCE", 7)
+    monkeypatch.setattr(torch_rows, "SCALED_AT_ONCE", 7)
 
 
 class Float32Products(TorchDispatchMode):

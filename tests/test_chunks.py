@@ -24,12 +24,11 @@ from helpers import (
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.contract import chunk_row_stride
-from grpo_kernels.head import lm_head, memory
+from grpo_kernels.head import chunk_size, lm_head
 from grpo_kernels.head.dweight import WeightGradient
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.compiled.cpu import CpuBackend
+from grpo_kernels.kernels.operations import chunk_row_stride
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -42,7 +41,7 @@ HEADS = {
 
 
 def rows_on_gpu(tokens, width, row_bytes, *, rounds=True, multiprocessors=132):
-    return memory.rows_of_chunk(
+    return chunk_size.rows_of_chunk(
         tokens, width, row_bytes, BFLOAT, CUDA, rounds=rounds, multiprocessors=multiprocessors
     )  # fmt: skip
 
@@ -54,7 +53,7 @@ def test_memory_of_a_step_on_a_gpu(head):
     width, vocab, most = HEADS[head]
     rows = rows_on_gpu(16_384, width, 2 * vocab)
     assert rows * (2 * vocab + 8 * width) <= most * 2**20
-    assert rows % memory.TILE_ROWS == 0 and 2048 <= rows <= 4096 and rows * 2 * vocab <= 2**30
+    assert rows % chunk_size.TILE_ROWS == 0 and 2048 <= rows <= 4096 and rows * 2 * vocab <= 2**30
     assert rows_on_gpu(65_536, width, 2 * vocab) * (2 * vocab + 6 * width) <= 1100 * 2**20
     assert rows_on_gpu(16_384, width, 2 * vocab, multiprocessors=0) == 2048
 
@@ -62,9 +61,9 @@ def test_memory_of_a_step_on_a_gpu(head):
 def test_rows_fill_the_waves_of_a_gpu():
     """17 tiles of rows and 14 of columns are 238 blocks, two waves over 132 multiprocessors as 16 tiles are, and what
     is left of the batch takes one."""
-    assert rows_on_gpu(16_384, 3584, 2 * 152_064) == 17 * memory.TILE_ROWS
-    assert rows_on_gpu(16_384, 1536, 2 * 151_936) == 22 * memory.TILE_ROWS  # 132 blocks
-    assert rows_on_gpu(16_384, 4096, 2 * 128_256) == 16 * memory.TILE_ROWS  # longer ones fill no more
+    assert rows_on_gpu(16_384, 3584, 2 * 152_064) == 17 * chunk_size.TILE_ROWS
+    assert rows_on_gpu(16_384, 1536, 2 * 151_936) == 22 * chunk_size.TILE_ROWS  # 132 blocks
+    assert rows_on_gpu(16_384, 4096, 2 * 128_256) == 16 * chunk_size.TILE_ROWS  # longer ones fill no more
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -74,13 +73,13 @@ def test_rows_fill_the_waves_of_a_gpu():
 def test_chunks_stay_within_their_bytes_and_few_round(device, grad, vocab, rounds):
     most, row_bytes = (2**29 if device == CPU else 2**30), 4 * vocab
     for tokens in (1, 17, 5000, 2**16, 2**23):
-        rows = memory.rows_of_chunk(tokens, 4096, row_bytes, grad, device, rounds=rounds, multiprocessors=132)
+        rows = chunk_size.rows_of_chunk(tokens, 4096, row_bytes, grad, device, rounds=rounds, multiprocessors=132)
         assert 1 <= rows <= tokens and rows * row_bytes <= most
         assert not rounds or rows >= min(tokens / 8, 0.87 * most / row_bytes)
         assert rows >= min(tokens, 512 if device == CPU else 2048, most // row_bytes // 128 * 128)
         if not rounds:
             assert rows <= (4096 if device == CUDA else 1366)
-    assert memory.rows_of_sequences(row_bytes, device) == (2**29 if device == CPU else 2**32) // row_bytes
+    assert chunk_size.rows_of_sequences(row_bytes, device) == (2**29 if device == CPU else 2**32) // row_bytes
 
 
 def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
@@ -144,13 +143,13 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
         batch.options["sampling_mask"] = make_sampling_mask(tuple(batch.ids.shape), vocab)
         set_mask_way(monkeypatch, "dense", vocab)
     batch, strides = off_policy(batch, config), []
-    allocate = memory.allocate_rows
+    allocate = chunk_size.allocate_rows
     monkeypatch.setattr(
-        "grpo_kernels.head.memory.allocate_rows", lambda *a: strides.extend(allocate(*a)) or strides[-1:]
+        "grpo_kernels.head.chunk_size.allocate_rows", lambda *a: strides.extend(allocate(*a)) or strides[-1:]
     )
     found, exact = fused(batch, config, backend), reference(batch, config)
     assert {x.stride(0) for x in strides} == {2112} and {x.shape[1] for x in strides} == {vocab}
-    monkeypatch.setattr(memory, "chunk_row_stride", lambda vocab_size, device: vocab_size)
+    monkeypatch.setattr(chunk_size, "chunk_row_stride", lambda vocab_size, device: vocab_size)
     assert_within(errors(found, exact), errors(fused(batch, config, backend), exact), 1e-6)
 
 
@@ -174,28 +173,10 @@ def test_gradients_narrower_than_their_logits(way, left_out, backend):
     assert_same_bits(found, fused(batch, config, backend))
 
 
-@pytest.mark.parametrize(("chunk_rows", "dweight_sum"), [(None, "weight"), (16, "weight"), (5, "float32")])
-@pytest.mark.parametrize("has_amx", [False, True])
-def test_products_of_bfloat16_with_and_without_amx(monkeypatch, has_amx, chunk_rows, dweight_sum):
-    """What is added to dweight is h^T dlogits, transposed, or dlogits^T h: the processor decides."""
-    calls = []
-    monkeypatch.setattr(get_backend("cpu"), "has_amx", has_amx)
-    call_counter(monkeypatch, CpuBackend, "add_transposed", calls, lambda *arguments, add: add)
-    batch, config = (
-        make_batch(3, sequences=8).head_as(BFLOAT),
-        gk.GRPOConfig(chunk_rows=chunk_rows, dweight_sum=dweight_sum),
-    )
-    exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
-    found = fused(batch, config, "cpu")
-    assert_within(errors(found, exact), errors(eager, exact), 0.0, of="grad")
-    assert (False in calls) == (has_amx and dweight_sum == "float32")
-    assert (True in calls) == (has_amx and chunk_rows is not None)
-
-
 @pytest.mark.parametrize(("way", "chunk_rows"), [("fused", 5), ("staged", None), ("recompute", 5)])
 def test_a_cpu_without_products_of_bfloat16(monkeypatch, way, chunk_rows, backend):
     """It multiplies in float32, whose logits are as exact as that; gradients have the type of their inputs."""
-    for module in (lm_head, memory):
+    for module in (chunk_size, lm_head):
         monkeypatch.setattr(module, "cpu_multiplies", lambda dtype: False)
     batch = off_policy(make_batch(3, sequences=8, bias=True)).head_as(BFLOAT)
     config = gk.GRPOConfig(importance_sampling_level=WAYS[way], chunk_rows=chunk_rows, beta=0.1)
@@ -217,9 +198,9 @@ def test_a_cpu_without_products_of_bfloat16(monkeypatch, way, chunk_rows, backen
 
 @pytest.fixture(autouse=True)
 def no_cached_block():
-    memory._last_on_cpu.clear()
+    chunk_size._last_on_cpu.clear()
     yield
-    memory._last_on_cpu.clear()
+    chunk_size._last_on_cpu.clear()
 
 
 def test_after_inference_mode_and_from_several_threads():
@@ -250,14 +231,14 @@ def test_gradients_are_ordinary_tensors(kept_ids):
     if kept_ids:
         options["sampling_mask"] = gk.SamplingMask.from_lists([[{int(i), 1, 2} for i in row] for row in ids])
     gk.fused_grpo_loss(hidden, weight, ids, advantages, **options).loss.backward()
-    assert weight.grad.data_ptr() not in {block.data_ptr() for block in memory._last_on_cpu}
+    assert weight.grad.data_ptr() not in {block.data_ptr() for block in chunk_size._last_on_cpu}
     weight.grad.untyped_storage().resize_(0)
 
 
 def test_logits_on_a_cpu_are_kept_for_the_next_call():
-    memory._last_on_cpu.clear()
+    chunk_size._last_on_cpu.clear()
     blocks = []
     for _ in range(2):
         fused(make_batch(0), backend="cpu")
-        blocks += [block.data_ptr() for block in memory._last_on_cpu]
+        blocks += [block.data_ptr() for block in chunk_size._last_on_cpu]
     assert len(blocks) == 2 and blocks[0] == blocks[1]

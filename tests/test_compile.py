@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import grpo_kernels as gk
 from grpo_kernels import rewards
 from grpo_kernels.head import logps_op, loss_op
-from grpo_kernels.head.plan import TokenInputs
 from grpo_kernels.head.shared import table_dtype
+from grpo_kernels.objective.tokens import TokenInputs
 
 
 @pytest.fixture(autouse=True)

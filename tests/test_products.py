@@ -11,7 +11,6 @@ from test_chunks import meta_head
 
 import grpo_kernels as gk
 from grpo_kernels.head import products
-from grpo_kernels.head.lm_head import Rows
 
 META = torch.device("meta")
 HALF = (torch.bfloat16, torch.float16)
@@ -82,8 +81,7 @@ def test_the_lm_head_without_them(monkeypatch, probed, missing):
         warnings.simplefilter("always")
         head = meta_head(8, chunk_rows=4, sums_wide=True)
         ids = torch.zeros(8, dtype=torch.int64, device=META)
-        some = Rows(2, 4, torch.zeros(2, dtype=torch.int64, device=META))
-        for rows in (*head.chunks(None), *head.chunks_of([some])):
+        for rows in (*head.chunks(None), *head.chunks(ids[:2])):
             logits = head.logits(rows)
             assert logits.dtype == torch.float32 and logits.shape == (rows.count, 67)
             head.row_gradients(rows, logits)

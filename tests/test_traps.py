@@ -27,9 +27,8 @@ from helpers import (
 )
 
 import grpo_kernels as gk
-from grpo_kernels.config import SURROGATE_RULES
+from grpo_kernels.config import KL_ESTIMATORS, SURROGATE_RULES
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.names import FIELD, KL_ESTIMATORS, TABLE_FIELDS, KernelParams
 
 GARBAGE = (math.nan, math.inf, -math.inf, 3e38)
 WRONG_IDS = (-1, 67, 2**62, -(2**62))
@@ -277,24 +276,16 @@ def test_offsets_past_2_to_the_31(dtype, backend):
     logits = virtual_rows(4, vocab, row_stride, dtype)
     logits.copy_(torch.randn(4, vocab))
     dense, ids = aligned_copy(logits), torch.tensor([0, 5, 131, 132])
-    table = torch.ones(len(TABLE_FIELDS), 4)
-    table[FIELD["entropy_threshold"]] = -math.inf
-    ones, kernels, params = torch.ones(4), get_backend(backend), KernelParams(has_old=False)
+    ones, kernels = torch.ones(4), get_backend(backend)
 
-    expected = kernel_checks.statistics(kernels, dense, ids, ones, params)
-    found = kernel_checks.statistics(kernels, logits, ids, ones, params)
+    expected = kernel_checks.statistics(kernels, dense, ids, ones)
+    found = kernel_checks.statistics(kernels, logits, ids, ones)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.allclose(found.logp.double(), dense.double().log_softmax(-1)[torch.arange(4), ids], atol=1e-5)
-    gradients = []
-    for x in (aligned_copy(dense), logits):
-        kernel_checks.single_pass(kernels, x, x, ids, table, params)
-        gradients.append(x.clone())
-    assert torch.equal(*gradients) and gradients[0][3].any()
-    apart = virtual_rows(4, vocab, row_stride, dtype)
-    together = torch.empty(4, vocab, dtype=dtype)
-    for grad in (apart, together):
-        kernel_checks.gradient(kernels, dense.clone(), grad, ids, ones, expected, ones, 0 * ones, params)
-    assert torch.equal(apart, together) and together[3].any()
+    together, apart = torch.empty(4, vocab, dtype=dtype), virtual_rows(4, vocab, row_stride, dtype)
+    for read, written in ((dense.clone(), together), (dense.clone(), apart), (logits, logits)):
+        kernel_checks.gradient(kernels, read, written, ids, ones, expected, ones, 0 * ones)
+        assert torch.equal(written, together) and together[3].any()
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 127, 2049])
