@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from functools import lru_cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,17 +17,14 @@ COMPILED = ("_cpu", "_cuda")
 # From the ground up. A room is a folder, or a module beside the folders; it imports from its own floor and those below.
 FLOORS = (
     ("names", "logit_transform", "trl_options"),
-    ("config", "contract"),
-    ("checks", "reference", "sampling_mask", "teacher"),
     ("kernels",),
+    ("objective",),
+    ("config", "checks", "reference", "sampling_mask", "teacher"),
     ("head",),
     ("inputs", "output", "rewards"),
     ("distillation", "logps", "loss", "policy"),
-    ("__init__",),
-    ("integrations",),
-    ("benchmarks", "trainer"),
-    ("commands",),
-    ("__main__",),
+    ("__init__", "integrations"),
+    ("benchmarks", "trainer", "commands", "__main__"),
 )
 
 
@@ -65,12 +63,28 @@ def room(name: str) -> str:
     return name.split(".")[0]
 
 
+def rooms_of(name: str) -> set[str]:
+    """The rooms of what a module imports."""
+    return {room(other) for other in graph()[name] - {*COMPILED}}
+
+
 def test_each_room_imports_its_own_floor_and_those_below():
     rank = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    assert {room(name) for name in graph()} == rank.keys()
     for name in graph():
-        assert room(name) in rank, f"{name} has no floor: give it one above"
-        for other in graph()[name] - {*COMPILED}:
-            assert rank[room(other)] <= rank[room(name)], f"{name} imports {other}"
+        for other in rooms_of(name):
+            assert rank[other] <= rank[room(name)], f"{name} imports {other}"
+
+
+def test_no_two_rooms_need_each_other():
+    needs = {name: set() for names in FLOORS for name in names}
+    for name in graph():
+        needs[room(name)] |= rooms_of(name) - {room(name)}
+    TopologicalSorter(needs).prepare()
+
+
+def test_the_house_is_small():
+    assert len(FLOORS) <= 9 and sum(map(len, FLOORS)) - len(("__init__", "__main__")) <= 22
 
 
 def test_the_reference_stands_alone():
@@ -81,15 +95,20 @@ def test_the_reference_stands_alone():
     assert [name for name in graph() if "reference" in graph()[name]] == ["commands.check"]
 
 
-def test_backends_know_the_contract_and_each_other():
+def test_kernels_know_no_loss_and_the_loss_no_kernels():
+    """A loss knows which rows a chunk has; a backend its operations, what they fall back to, and its launches."""
     for name in graph():
-        if room(name) == "kernels":
-            assert {room(other) for other in graph()[name]} <= {"kernels", "contract", "names", *COMPILED}, name
-    beside = {"contract", "names", "kernels.launch"}
-    for name in graph():
+        own, others = room(name), graph()[name]
+        if own == "objective":
+            assert {other for other in others if room(other) != own} <= {"names", "kernels.operations"}, name
+        if own == "kernels":
+            assert rooms_of(name) <= {own, "names"}, name
+        if name.startswith("kernels.torch"):
+            assert all(other.startswith(("kernels.torch", "kernels.operations", "names")) for other in others), name
         if name.startswith("kernels.triton"):
-            others = {other for other in graph()[name] if not other.startswith("kernels.triton")}
-            assert others <= beside | ({"kernels.torch.backend"} if name == "kernels.triton.backend" else set()), name
+            beside = {other for other in others if not other.startswith("kernels.triton")}
+            fallback = {"kernels.torch.backend"} if name == "kernels.triton.backend" else set()
+            assert beside <= {"names", "kernels.operations", "kernels.launch"} | fallback, name
 
 
 # --- C++ --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""Log-probabilities and gradients without logits, or from logits that are read once: as exact as the plain way.
+
+`products`: with the softmax in their epilogue, that a GPU's table says to pay; without one exponentials come from rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import call, call_counter, fused, make_batch, off_policy, true_logps
+from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
+
+import grpo_kernels as gk
+from grpo_kernels import kernels
+from grpo_kernels.head import loop
+from grpo_kernels.head.lm_head import LMHead
+
+HALF = (torch.bfloat16, torch.float16)
+KINDS = ("Chunk", "Exponentials", "FusedExponentials")
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[(), ("logp", "exponentials")], ids=["rows", "fused"])
+def products(request, backend, monkeypatch) -> tuple[str, ...]:
+    table = kernels.get_backend(backend)
+
+    def paying(hidden, weight):
+        return tuple(name for name in table.fused_products(hidden, weight) if name in request.param)
+
+    own, load = dataclasses.replace(table, fused_products=paying), kernels._load
+    monkeypatch.setattr(kernels, "_load", lambda name: (own, "") if name == backend else load(name))
+    return request.param
+
+
+@pytest.fixture
+def kinds(monkeypatch) -> list[str]:
+    """The kinds of the chunks that had a gradient."""
+    found: list[str] = []
+    for name in KINDS:
+        call_counter(monkeypatch, getattr(loop, name), "backward", found, lambda self, *_: type(self).__name__)
+    return found
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo"])  # those without a gradient through the entropy
+def test_bfloat16_is_as_exact_as_eager_with_float32_softmax(name, backend, products, kinds):
+    assert_as_exact_as_eager(CONFIGS[name], torch.bfloat16, backend, seeds=4)
+    assert set(kinds) == {"FusedExponentials" if products else "Exponentials"}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("entropy", [True, False])
+def test_logps_without_logits(monkeypatch, products, dtype, entropy, backend):
+    """Under no_grad there is no scratch, and no rounding of logits: 2e-5 even where the product returns 16 bits."""
+    logits, config = [], gk.GRPOConfig(temperature=0.7)
+    call_counter(monkeypatch, LMHead, "logits", logits, lambda *_: 1)
+    batch = half_batch(dtype, config)
+    with torch.no_grad():
+        found, h = gk.fused_logps(
+            batch.hidden, batch.weight, batch.ids, temperature=0.7, entropy=entropy, backend=backend
+        )
+    exact, exact_entropy = true_logps(batch, config)
+    assert bool(logits) == (not products)
+    if products:
+        assert (found - exact).abs().max() <= 2e-5
+        assert h is None if not entropy else (h - exact_entropy).abs().max() <= 2e-5
+
+
+def test_strided_hidden_states_and_bias(products, backend):
+    batch, found = make_batch(0, bias=True).head_as(torch.bfloat16), []
+    for strided in (False, True):
+        hidden = torch.stack([batch.hidden, batch.hidden], -1)[..., 0] if strided else batch.hidden
+        wide = torch.stack([batch.bias, batch.bias + 1], -1).requires_grad_()
+        bias = wide[:, 0] if strided else wide[:, 0].contiguous()
+        out = call(dataclasses.replace(batch, hidden=hidden, bias=bias), backend=backend)
+        out.loss.backward()
+        with torch.no_grad():
+            logps, _ = gk.fused_logps(hidden, batch.weight, batch.ids, lm_head_bias=bias, backend=backend)
+        found.append((out.logps, wide.grad, logps))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.bfloat16, {"entropy_coef": 0.1}), (torch.bfloat16, {"sparse_backward": 2.0**-5}), (torch.float16, {})],
+)
+def test_what_needs_logits_has_them(kinds, products, dtype, options, backend):
+    """A gradient through the entropy, pairs, and float16, which cannot hold exponentials."""
+    found = fused(make_batch(0).head_as(dtype), gk.GRPOConfig(**options), backend)
+    assert set(kinds) == {"Chunk"} and all(x.any() for x in found.grads.values())
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_padding_may_hold_anything(products, static, backend):
+    batch = off_policy(make_batch(3, masked=True, bias=True)).head_as(torch.bfloat16)
+    config = gk.GRPOConfig(static_shapes=static, chunk_rows=7)
+    expected = fused(batch, config, backend)
+    batch.hidden[~batch.options["completion_mask"]] = torch.nan
+    found = fused(batch, config, backend)
+    for name, x in expected.grads.items():
+        assert torch.equal(found.grads[name], x) and x.any(), name
+    assert torch.equal(found.logps, expected.logps)
+
+
+def test_which_products_serve(backend):
+    single, half, bfloat = (torch.zeros(2, 16, dtype=dtype) for dtype in (torch.float32, *HALF[::-1]))
+    serve = kernels.get_backend(backend).fused_products
+    assert set(serve(bfloat, bfloat)) == {"logp", "exponentials"} and serve(single, single) == ()
+    assert serve(half, half) == ("logp",) and serve(bfloat, bfloat.T.contiguous().T) == ()
+    assert all(kernels.get_backend(name).fused_products is None for name in ("cpu", "torch"))
