@@ -56,7 +56,7 @@ def launches(monkeypatch):
     kept._kinds.cache_clear()
 
 
-def step(launches, batch, preset, backend="cpu", **options):
+def step(launches, batch, preset, **options):
     """What the loss with its gradients launches, then metrics where they are first read, then `backward`."""
     own, config, found = leaves(batch), gk.GRPOConfig.preset(preset, **options), []
     given = {name: x for name, x in own.options.items() if name != "ref_logps" or config.beta > 0}
@@ -64,7 +64,7 @@ def step(launches, batch, preset, backend="cpu", **options):
 
     def loss():
         nonlocal out
-        out = gk.fused_grpo_loss(own.hidden, own.weight, own.ids, own.advantages, config=config, backend=backend, **given)
+        out = gk.fused_grpo_loss(own.hidden, own.weight, own.ids, own.advantages, config=config, backend="cpu", **given)
 
     for part in (loss, lambda: out.metrics, lambda: out.loss.backward(torch.tensor(2.0))):
         launches.found = []
@@ -76,11 +76,9 @@ def step(launches, batch, preset, backend="cpu", **options):
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(("preset", "most"), [("grpo", 60), ("dapo", 60), ("cispo", 60), ("gspo", 100), ("vespo", 100)])
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_a_step_of_one_chunk(launches, preset, most, static, backend):
+def test_a_step_of_one_chunk(launches, preset, most, static):
     """`static`: as with few tokens, of which none is left out, and no count is read."""
-    loss, metrics, backward = step(launches, off_policy(make_batch(3, masked=True)), preset, backend, static_shapes=static)
-    print(preset, backend, len(loss), len(metrics), backward)
+    loss, metrics, backward = step(launches, off_policy(make_batch(3, masked=True)), preset, static_shapes=static)
     assert len(loss) <= most, loss
     assert sum(name in READS for name in loss) == (not static), loss
     assert len(metrics) <= 60 and not any(name in READS for name in metrics), metrics
@@ -98,6 +96,5 @@ def test_kept_ids(launches, monkeypatch):
         assert sum(name in READS for name in loss) == 1, loss
         assert not any(name in ("mm", "addmm", "addmm_") for name in loss)
         found.append(len(loss))
-    print(found)
-    assert found[0] <= 100, loss
+    assert found[0] <= 60, loss
     assert found[1] - found[0] <= 5, loss
