@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels import kernels
 from grpo_kernels.benchmarks.reference import relative_error as relative
 from grpo_kernels.head import kept
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
@@ -387,6 +388,12 @@ def virtual_rows(rows: int, columns: int, row_stride: int, dtype: torch.dtype) -
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (row_stride, 1))
+
+
+def with_operations(monkeypatch: Any, backend: str, **operations: Any) -> None:
+    """The backend has these operations in place of its own."""
+    table, load = dataclasses.replace(kernels.get_backend(backend), **operations), kernels._load
+    monkeypatch.setattr(kernels, "_load", lambda name: (table, "") if name == backend else load(name))
 
 
 def call_counter(monkeypatch: Any, owner: Any, name: str, calls: list[Any], describe: Callable[..., Any]) -> None:

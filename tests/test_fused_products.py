@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import call, call_counter, fused, make_batch, off_policy, true_logps
+from helpers import call, call_counter, fused, make_batch, off_policy, true_logps, with_operations
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
@@ -33,8 +33,7 @@ def products(request, backend, monkeypatch) -> tuple[str, ...]:
     def paying(hidden, weight):
         return tuple(name for name in table.fused_products(hidden, weight) if name in request.param)
 
-    own, load = dataclasses.replace(table, fused_products=paying), kernels._load
-    monkeypatch.setattr(kernels, "_load", lambda name: (own, "") if name == backend else load(name))
+    with_operations(monkeypatch, backend, fused_products=paying)
     return request.param
 
 

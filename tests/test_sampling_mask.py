@@ -18,7 +18,6 @@ from helpers import (
     assert_same_bits,
     assert_within,
     call,
-    call_counter,
     errors,
     fused,
     leaves,
@@ -31,6 +30,7 @@ from helpers import (
     relative,
     set_mask_way,
     whole_chunk,
+    with_operations,
 )
 from torch import Tensor
 
@@ -144,8 +144,13 @@ def test_16_bit_inputs(backend, dtype, logits, way):
 def test_dweight_of_few_kept_ids_is_written_once(backend, dtype, monkeypatch):
     """In the type of the weight, and handed out as it is."""
     set_mask_way(monkeypatch, "gathers", V)
-    batch, kernels, written = leaves(masked_batch(least=1, dtype=dtype)), get_backend(backend), []
-    call_counter(monkeypatch, kernels, "kept_dweight", written, lambda _h, _g, _pairs, x, *, add: (x, add))
+    batch, written, write = leaves(masked_batch(least=1, dtype=dtype)), [], get_backend(backend).kept_dweight
+
+    def kept_dweight(dlogits, hidden, pairs, dweight, *, add):
+        written.append((dweight, add))
+        write(dlogits, hidden, pairs, dweight, add=add)
+
+    with_operations(monkeypatch, backend, kept_dweight=kept_dweight)
     call(batch, backend=backend).loss.backward()
     ((dweight, add),) = written
     assert not add and dweight.dtype == dtype and batch.weight.grad.data_ptr() == dweight.data_ptr()
@@ -169,16 +174,6 @@ def test_metrics(way):
     given = {name: x for name, x in batch.options.items() if name != "sampling_mask"}
     of_logits = gk.grpo_loss_from_logits(logits, batch.ids, batch.advantages, sampling_mask=mask, **given)
     assert of_logits.metrics["sampling_mask/kept_mass"].isfinite()
-
-
-@pytest.mark.parametrize("strategy", ["linear", "anchored"])
-def test_strategies_without_logits_leave_masks_to_rows(strategy, way, monkeypatch):
-    """A mask needs the logits, so that tokens without one take the rows too; gathers need no strategy."""
-    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
-    batch = masked_batch(dtype=torch.bfloat16)
-    assert strategy in get_backend("triton").strategies(batch.hidden, batch.weight)
-    found = errors(fused(batch, backend="triton"), reference(batch))
-    assert all(found[name] <= 0.02 for name in ("loss", "logps", *(f"grad {name}" for name in LEAVES))), found
 
 
 def test_the_bias_that_it_removes():

@@ -40,6 +40,7 @@ from grpo_kernels.config import SURROGATE_RULES, Surrogate
 from grpo_kernels.head.loop import Pass
 
 CASES = covering_array()
+SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
 @lru_cache(maxsize=4)
@@ -83,11 +84,11 @@ def test_the_sample_for_a_gpu_has_every_value_of_every_axis_and_option():
     ("options", "off", "rows", "expected"),
     [
         ({}, True, 3, set()),
-        ({"importance_sampling_level": "sequence"}, False, 3, set()),  # on-policy: its ratio is known
-        ({"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True}, False, 7, {"sequences"}),
-        ({"importance_sampling_level": "sequence"}, True, 7, {"sequences"}),
-        ({"importance_sampling_level": "sequence"}, True, None, {"sequences"}),
-        ({"importance_sampling_level": "sequence"}, True, 3, {"backward"}),
+        (SEQUENCE, False, 3, set()),  # on-policy: its ratio is known
+        ({**SEQUENCE, "beta": 0.1, "use_bias_correction_kl": True}, False, 7, {"sequences"}),
+        (SEQUENCE, True, 7, {"sequences"}),
+        (SEQUENCE, True, None, {"sequences"}),
+        (SEQUENCE, True, 3, {"backward"}),
         ({"surrogate": "vespo"}, True, 6, {"sequences"}),
         ({"surrogate": "vespo"}, True, 5, {"backward"}),
         ({"off_policy_mask_threshold": 0.1}, True, 12, {"sequences"}),
