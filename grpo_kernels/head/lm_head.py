@@ -37,12 +37,6 @@ from .dweight import WeightGradient, pieces
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
-# Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take up to 9 % less time
-# than against all of W at once (H from 576 to 2048, V from 49,152 to 151,936), against 2,048 another 1 to 4 % less.
-FORWARD_ROWS = 2048
-FEW_LOGITS = 2**25  # bytes
-
-
 class LMHead:
     """Products with one lm_head; gradients accumulate here.
 
@@ -174,14 +168,6 @@ class LMHead:
             return max(1, min(count, most))
         return -(-count // -(-count // most))
 
-    def leave_room(self) -> None:
-        """Take a quarter less for logits on a CPU, unless they are few or the caller has chosen their rows. Sequences
-        may be as long as before."""
-        rows = self._length(self.num_tokens, self.rows)
-        are_few = rows * self.weight.shape[0] * self.logits_dtype.itemsize <= FEW_LOGITS
-        if self._chunk_rows is None and self.hidden.device.type == "cpu" and not are_few:
-            self.rows = self.scratch.rows = max(1, rows * 3 // 4)
-
     def row_gradients(self, rows: Rows, logits: Tensor) -> RowGradients:
         """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
         dlogits = self.scratch.over(logits) if self.in_place else self.scratch.gradients(rows.count)
@@ -219,9 +205,6 @@ class LMHead:
                 torch.mm(h, self.weight[piece].to(self.logits_dtype).T, out=out[:, piece])
         elif self.logits_dtype != h.dtype:
             torch.mm(h, self.weight.T, out_dtype=self.logits_dtype, out=out)
-        elif out.shape[1] > FORWARD_ROWS and h.device.type == "cpu" and h.dtype == torch.float32:
-            for piece in pieces(self.weight, FORWARD_ROWS):
-                torch.mm(h, self.weight[piece].T, out=out[:, piece])
         else:
             torch.mm(h, self.weight.T, out=out)
         return out

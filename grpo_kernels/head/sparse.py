@@ -46,7 +46,6 @@ class SparsePairs:
         self._num_pairs = self._num_waiting = 0
         # A tensor: the host waits for no number that it does not need.
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=head.weight.device)
-        head.leave_room()
         self.room = head.scratch.rows * len(head.weight) * head.logits_dtype.itemsize // 3
 
     def add(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor], exact: Tensor | None) -> None:
