@@ -13,7 +13,7 @@ import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -168,6 +168,7 @@ class GRPOConfig:
     # Everything but the tensors, as text: what a custom operator receives, and a constant to torch.compile. It has been
     # checked here, and is not checked again.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
+    derived: ClassVar[dict[Any, Any]]
 
     def __new__(cls, *_: Any, **options: Any) -> GRPOConfig:
         for name in options:
@@ -177,7 +178,7 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         # What the engine derives from it, by which inputs a call has: no field, and not pickled.
-        object.__setattr__(self, "_derived", {})
+        object.__setattr__(self, "derived", {})
         clamp: Any = self.kl_clamp
         if isinstance(clamp, list):  # which has no hash
             object.__setattr__(self, "kl_clamp", tuple(clamp))
@@ -212,12 +213,8 @@ class GRPOConfig:
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
 
-    @property
-    def derived(self) -> dict[Any, Any]:
-        return self.__dict__["_derived"]
-
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_derived": {}}
+        return self.__dict__ | {"derived": {}}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GRPOConfig):
@@ -402,7 +399,7 @@ def config_from_key(key: str) -> GRPOConfig:
     if values["logits_dtype"] is not None:
         values["logits_dtype"] = getattr(torch, values["logits_dtype"].removeprefix("torch."))
     config = object.__new__(GRPOConfig)
-    config.__dict__.update(values, key=key, _derived={})
+    config.__dict__.update(values, key=key, derived={})
     return config
 
 

@@ -173,6 +173,7 @@ def test_gradients_narrower_than_their_logits(way, left_out, backend):
     assert_same_bits(found, fused(batch, config, backend))
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize(("way", "chunk_rows"), [("fused", 5), ("staged", None), ("recompute", 5)])
 def test_a_cpu_without_products_of_bfloat16(monkeypatch, way, chunk_rows, backend):
     """It multiplies in float32, whose logits are as exact as that; gradients have the type of their inputs."""

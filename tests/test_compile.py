@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.autograd.forward_ad as forward_ad
 import torch.fx.experimental.proxy_tensor
 from helpers import Batch, good_calls, leaves, make_batch, off_policy

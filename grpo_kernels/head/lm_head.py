@@ -97,21 +97,21 @@ class LMHead:
         narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or has_exponentials
         self.grad_dtype = dtype if narrow else torch.float32  # of dlogits
         self.rounds = device.type == "cpu" and self.grad_dtype == torch.bfloat16  # dlogits, with a correction
-        first, second, third = (waiting_dtype(x) for x in self.given_dtypes)
-        if vocab_slice is not None:
-            first = torch.promote_types(first, torch.float32)
-        if sums_wide:
-            second = torch.promote_types(second, torch.float32)
-        self.waiting_dtypes = first, second, third
-        self.dweight = WeightGradient(weight, self.grad_dtype, second, backend)
+        waiting = [*map(waiting_dtype, self.given_dtypes)]
+        for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
+            if is_wide:
+                waiting[i] = torch.promote_types(waiting[i], torch.float32)
+        self.waiting_dtypes = waiting
+        self.dweight = WeightGradient(weight, self.grad_dtype, waiting[1], backend)
         self.waiting: list[WaitingPairs] = []
 
         # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
         # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
         self.in_place = self.grad_dtype == self.logits_dtype or device.type != "cpu"
-        held = [self.logits_dtype, *([] if self.in_place else [self.grad_dtype]), *filter(None, [teacher_dtype])]
+        entry_bytes = self.logits_dtype.itemsize + (0 if self.in_place else self.grad_dtype.itemsize)
+        entry_bytes += 0 if teacher_dtype is None else teacher_dtype.itemsize
         vocab_rows = len(weight) if vocab_slice is None else max(vocab_slice.sizes)
-        row_bytes = vocab_rows * sum(dtype.itemsize for dtype in held)
+        row_bytes = vocab_rows * entry_bytes
         self._chunk_rows, self._vocab_rows = chunk_rows, vocab_rows
         self.rows = self.rows_of(row_bytes)
         self.sequence_rows = chunk_rows or rows_of_sequences(row_bytes, device)

@@ -237,7 +237,7 @@ def logps(
     call = LogpsCall(LogpsTokens(*tokens), numbers, want_entropy, backend, compute_dtype)  # type: ignore[arg-type]
     with torch.no_grad():
         stats, _ = _compute((hidden, weight, bias), call)
-    return _shaped(stats.logp, call), _shaped(stats.entropy, call), stats.entropy, stats.lse
+    return _shaped(stats.logp, call), _shaped(stats.entropy, call), stats.entropy.clone(), stats.lse
 
 
 @logps.register_fake

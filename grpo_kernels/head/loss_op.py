@@ -93,7 +93,9 @@ def _compute(
     inputs = _stored(call.batch.tokens)
     with pinned_matmul_precision(hidden.device):
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
-        teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype)
+        teacher = None
+        if call.teacher is not None:
+            teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype)
         head = LMHead(
             (hidden, weight, bias), kernels, wants=tuple(call.wants), compute_dtype=call.compute_dtype,
             logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, sums_wide=config.dweight_sum == "float32",
@@ -126,7 +128,9 @@ def _loss_of_head(
     config, shape, by_sequence = call.batch.config, call.completion_ids.shape, tokens.rules.whole_sequences
     # The rows of given logits are all computed, whatever the mask: they decide no shape.
     is_static = (isinstance(head, LMHead) and every_row) or is_capturing(call.completion_ids.device)
-    mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, head.vocab_size, is_static=is_static)
+    mask = None
+    if inputs.kept_ids is not None:
+        mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, head.vocab_size, is_static=is_static)
     stats = Statistics.zeros(tokens.ids.numel(), tokens.ids.device, tokens.advantage.dtype)
     transform = LogitTransform(config.logit_scale, config.logit_softcap or 0.0)
     if teacher is not None:

@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from ..objective.tokens import Rules
 
 CLIPPING = ("clip", "cispo_two_sided", "cispo_mask", "cispo_unified")  # with metrics of a clip range
 SURROGATES = (*CLIPPING, "cispo", "sapo", "reinforce")
@@ -24,8 +21,9 @@ _OPTIONS = (
 Numbers = namedtuple("Numbers", (*_OPTIONS, "kl_delta_clamp", "kl_clamp"))  # type: ignore[misc]
 
 
-def has_kernel(c: Any, rules: Rules, dtype: torch.dtype) -> bool:
-    """Returns whether the fused kernels have the loss of a GRPOConfig; dtype: of what is computed."""
+def has_kernel(c: Any, rules: Any, dtype: torch.dtype) -> bool:
+    """Returns whether the fused kernels have the loss of a GRPOConfig and its objective.tokens.Rules; dtype: of what is
+    computed."""
     kl_is_plain = c.kl_estimator in ESTIMATORS and not c.kl_score_term and not c.use_bias_correction_kl
     return (
         c.surrogate in SURROGATES and (kl_is_plain or not rules.has_kl) and dtype == torch.float32

@@ -98,7 +98,7 @@ class Tokens:
 def rules_of(inputs: TokenInputs, config: Any, shape: torch.Size, has_teacher: bool) -> Rules:
     """Returns the rules of a call, kept with the configuration."""
     constant = _constant_per_sequence(inputs, shape)
-    key = (constant, has_teacher, *(x is None for x in inputs))
+    key = constant, has_teacher, *map(type, inputs)
     found: Rules | None = config.derived.get(key)
     if found is None:
         found = config.derived[key] = _derive(inputs, config, constant, has_teacher)
@@ -127,9 +127,6 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
             return x.expand(shape).reshape(-1).contiguous()
         return torch.where(shaped, x, other).view(-1)
 
-    def optional(x: Tensor | None, other: float) -> Tensor | None:
-        return None if x is None else fill(x, other)
-
     lengths = Lengths(sequences, mask, dtype)
     weight = weight_of_sequences(config, lengths, inputs.normalizer)
     weight = fill(weight if weight.dim() == 0 else sequences.spread(weight), 0.0)
@@ -139,8 +136,9 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         dentropy = torch.zeros_like(weight)
 
     advantage = fill(inputs.advantages, 0.0)
-    old, rollout = optional(inputs.old_logps, 0.0), optional(inputs.rollout_logps, torch.nan)
-    rollout_weight = optional(inputs.rollout_weights, 1.0)
+    old = None if inputs.old_logps is None else fill(inputs.old_logps, 0.0)
+    rollout = None if inputs.rollout_logps is None else fill(inputs.rollout_logps, torch.nan)
+    rollout_weight = None if inputs.rollout_weights is None else fill(inputs.rollout_weights, 1.0)
     scale = None if config.surrogate == "vespo" else rollout_weight  # VESPO's own weight takes its place
     if SURROGATE_RULES[config.surrogate].divides_by_rollout and rollout is not None:
         # Where the sampling engine's is unknown: the old policy's, else a ratio of 1 and no surrogate.

@@ -13,7 +13,7 @@ factor of 0 selects 0: what it would multiply may be infinite. NaN logits stay N
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,9 +26,6 @@ from ..objective_rules import CLIPPING, numbers_of
 from ..operations import Rows
 from .maths import expm1
 from .rows import place, tokens_of
-
-if TYPE_CHECKING:
-    from ...objective.tokens import Tokens
 
 MAX_EXPONENT: tl.constexpr = tl.constexpr(EXPONENT_LIMIT)
 
@@ -283,7 +280,7 @@ def group_kernel(exact, extrema, group_index, numbers, count, num_groups, BLOCK:
 
 
 def objective(
-    tokens: Tokens,
+    tokens: Any,  # objective.tokens.Tokens
     logp: Tensor,
     entropy: Tensor,
     dlogp: Tensor,
