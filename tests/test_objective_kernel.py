@@ -19,7 +19,7 @@ from grpo_kernels.objective.surrogates import SURROGATE_RULES
 from grpo_kernels.objective.tokens import TokenInputs, Tokens, plan
 
 OPTIONS = {
-    "epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5, "dual_clip": 2.0, "log_ratio_clamp": 0.9,
+    "epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5, "dual_clip": 1.2, "log_ratio_clamp": 0.9,
 }  # fmt: skip
 LENGTHS = (7, 0, 20, 1, 33)
 
@@ -104,13 +104,15 @@ def test_gradient_and_sums(config, packed, bare):
 def test_numbers_that_are_not_finite(surrogate):
     """NaN stays in its token; a weight, an advantage or a clamp of 0 is not multiplied by what is infinite."""
     kernels, case = get_backend("triton"), Case(GRPOConfig(surrogate=surrogate), packed=False, bare=False)
-    case.tokens.old[3], case.tokens.old[4], case.logp[5] = -200.0, 200.0, math.nan
-    case.tokens.dloss_direct[[3, 4, 5]] = case.tokens.dloss_via_ratio[[3, 4, 5]] = 1.0
+    tokens, some = case.tokens, [3, 4, 5, 6]
+    tokens.old[3], tokens.old[4], case.logp[5], case.logp[6] = -200.0, 200.0, math.nan, math.nan
+    tokens.surrogate_scale[3:7] = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    tokens.dloss_direct[some] = tokens.dloss_via_ratio[some] = 1.0
     dlogp = torch.zeros_like(case.logp)
-    kernels.objective(case.tokens, case.logp, case.entropy, dlogp, Rows(0, len(dlogp)))
-    expected = evaluate(case.tokens, case.logp, case.entropy).dlogp
+    kernels.objective(tokens, case.logp, case.entropy, dlogp, Rows(0, len(dlogp)))
+    expected = evaluate(tokens, case.logp, case.entropy).dlogp
     torch.testing.assert_close(dlogp, expected, rtol=3e-5, atol=3e-7, equal_nan=True)
-    assert dlogp[5].isnan() and dlogp.isnan().sum() == 1
+    assert dlogp[5].isnan() and dlogp[6].isnan() and dlogp.isnan().sum() == 2
 
 
 def with_config(**options) -> Tokens:
