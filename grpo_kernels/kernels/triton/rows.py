@@ -370,7 +370,7 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradien
     """d loss / d logits (C, V)."""
     grid, options = row_options(chunk, out.dlogits)
     gradient_kernel[grid](
-        *read_by(chunk), chunk.stats, dlogp, dentropy, len(chunk.logits),
+        *read_by(chunk), chunk.stats, dlogp.contiguous(), dentropy.contiguous(), len(chunk.logits),
         Gradient(out.dlogits, out.dlogits.stride(0), out.rounding_error), scalars(chunk.transform), *teacher_of(chunk),
         **options,
     )  # fmt: skip

@@ -142,6 +142,6 @@ def sparse_gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: Sp
     grid, options = row_options(chunk)
     part = min(32 * options["num_warps"], options["OPTIONS"].block)
     sparse_kernel[grid](
-        *read_by(chunk), chunk.stats, dlogp, dentropy, len(chunk.logits), *out, out.ids.shape[1], rule.theta,
-        rule.first_id, scalars(chunk.transform), PART=part, **options,
+        *read_by(chunk), chunk.stats, dlogp.contiguous(), dentropy.contiguous(), len(chunk.logits), *out,
+        out.ids.shape[1], rule.theta, rule.first_id, scalars(chunk.transform), PART=part, **options,
     )  # fmt: skip
