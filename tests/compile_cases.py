@@ -33,6 +33,7 @@ from grpo_kernels.kernels.operations import (
 )
 from grpo_kernels.kernels.triton.backend import load
 from grpo_kernels.names import DIVERGENCES
+from grpo_kernels.objective.aggregation import Lengths
 from grpo_kernels.objective.sequences import Sequences
 from grpo_kernels.objective.tokens import Rules, Tokens
 
@@ -133,9 +134,9 @@ def objective(rows: int, *, indexed: bool = False, whole: bool = False, bare: bo
     count = 2 * rows
     scored, offsets = vector(count, torch.bool), vector(count + 1, INDEX)
     ids, advantage, direct, via_ratio, logp, entropy, dlogp = (vector(count) for _ in range(7))
-    names = ("old", "ref", "rollout", "rollout_weight", "surrogate_scale")
+    sequences, names = Sequences(offsets, None, count), ("old", "ref", "rollout", "rollout_weight", "surrogate_scale")
     tokens = Tokens(
-        GRPOConfig(**options), Rules(not bare, not bare, False, False, False), Sequences(offsets, None, count), offsets,
+        GRPOConfig(**options), Rules(not bare, not bare, *[False] * 4), sequences, Lengths(sequences, None, SINGLE),
         ids, None if bare else scored, None, ids, advantage, direct, via_ratio, ids,
         **({} if bare else {name: vector(count) for name in names}),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from grpo_kernels.kernels.operations import Rows
 from grpo_kernels.objective.loss import GRPOLoss, evaluate
 from grpo_kernels.objective.metrics import COLUMNS, Batch, Sums, column_sums
 from grpo_kernels.objective.surrogates import SURROGATE_RULES
-from grpo_kernels.objective.tokens import TokenInputs, Tokens, plan
+from grpo_kernels.objective.tokens import TokenInputs, plan
 
 OPTIONS = {
     "epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5, "dual_clip": 1.2, "log_ratio_clamp": 0.9,
@@ -83,7 +83,7 @@ def configs() -> list[GRPOConfig]:
 @pytest.mark.parametrize("bare", [False, True], ids=["", "bare"])
 def test_gradient_and_sums(config, packed, bare):
     kernels, case = get_backend("triton"), Case(config, packed=packed, bare=bare)
-    assert has_kernel(case.tokens)
+    assert has_kernel(config, case.tokens.rules, torch.float32)
     (numbers, dlogp), (expected, truth) = case.sums(kernels), case.expected()
     torch.testing.assert_close(dlogp.double(), truth, rtol=3e-5, atol=3e-7)
     found = Sums.of(numbers, 5, case.batch.num_groups)
@@ -115,15 +115,16 @@ def test_numbers_that_are_not_finite(surrogate):
     assert dlogp[5].isnan() and dlogp[6].isnan() and dlogp.isnan().sum() == 2
 
 
-def with_config(**options) -> Tokens:
-    return Case(GRPOConfig(**options), packed=False, bare=False).tokens
+def served(dtype: torch.dtype = torch.float32, **options) -> bool:
+    config = GRPOConfig(**options)
+    return has_kernel(config, Case(config, packed=False, bare=False).tokens.rules, dtype)
 
 
 def test_what_has_no_kernel():
-    assert has_kernel(with_config())
+    assert served() and not served(torch.float64)
     for options in (
         dict(surrogate="dppo_tv"), dict(importance_sampling_level="sequence"), dict(entropy_coef=0.1),
         dict(beta=0.1, kl_estimator="abs"), dict(beta=0.1, use_bias_correction_kl=True),
         dict(off_policy_mask_threshold=0.1),
     ):  # fmt: skip
-        assert not has_kernel(with_config(**options)), options
+        assert not served(**options), options
