@@ -76,8 +76,8 @@ def check_scale(kernels: Emulated, orders=ORDERS[:4]) -> None:
 
 
 def check_all(kernels: Emulated) -> None:
-    check_exponentials(kernels)
     check_rows(kernels)
+    check_exponentials(kernels)
     check_scale(kernels)
 
 

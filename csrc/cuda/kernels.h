@@ -20,7 +20,7 @@ struct ExponentialLaunch {
     int32_t overlap;
 };
 constexpr int kRepairThreads = 256, kRepairShared = 2048;  // bytes
-constexpr int kRepairBlocks = 4;                           // per multiprocessor
+constexpr int kRepairBlocks = 3;                           // per multiprocessor
 
 // Launched behind every kernel that writes exponentials.
 void repair_rows(const ExponentialLaunch& call, Stream stream);
