@@ -65,7 +65,7 @@ def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | N
     if scored is not active:
         others = ~active if scored is None else scored & ~active
     of_sequences = None if sequences is None else sequences.sum(active.to(torch.float32))
-    if active.device.type == "cpu":  # two reads cost less there than one sort
+    if not reads_back_late(active.device):  # two reads cost less than one sort
         first, rest = active.nonzero().squeeze(1), None
         if others is not None:
             rest = others.nonzero().squeeze(1)
@@ -83,6 +83,11 @@ def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | N
     order, rest_count = key.argsort(descending=True, stable=True), 0 if others is None else found[1]
     per_sequence = None if of_sequences is None else found[len(found) - len(of_sequences) :]
     return Visit.of(order, found[0], rest_count, per_sequence)
+
+
+def reads_back_late(device: torch.device) -> bool:
+    """Whether the host waits for this device each time that it reads a number."""
+    return device.type != "cpu"
 
 
 def multiprocessors_of(device: torch.device) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.operations import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
 from ..kernels.torch.kept import padded
+from .chunk_size import reads_back_late
 from .kept import most_kept, places_of, split
 from .lm_head import LMHead
 
@@ -133,7 +134,7 @@ class SparsePairs:
         if self._buffers is None or rows.count > len(self._buffers.counts):
             device = self.head.weight.device
             row_bytes = 8 * self.capacity + 1
-            fit = self.room // row_bytes if reads_back_late(device) else 0
+            fit = self.room // row_bytes if reads_back_late(device) else 0  # pairs of many chunks, counted at once
             shape = max(rows.count, min(fit, num_tokens)), self.capacity
             self._buffers = SparseRows(
                 torch.empty(shape, dtype=torch.int32, device=device),
@@ -142,8 +143,3 @@ class SparsePairs:
             )
         self._written.append(rows)
         return self._buffers.part(used, used + rows.count)
-
-
-def reads_back_late(device: torch.device) -> bool:
-    """Whether pairs of many chunks are counted at once: a GPU waits for the host each time."""
-    return device.type != "cpu"
