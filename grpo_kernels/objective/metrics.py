@@ -199,9 +199,9 @@ class Measured:
             "weights": tokens.rollout_weights is not None,
             "teacher": batch.has_teacher,
         }
-        sizes = [*batch.others.values()]
-        parts = others.split([*sizes, len(others) - sum(sizes)])
-        self.others = dict(zip([*batch.others, "teacher_mass"], parts, strict=True))
+        sizes = batch.others if len(others) else {}  # a loss of log-probabilities has none
+        parts = others.split([*sizes.values(), len(others) - sum(sizes.values())])
+        self.others = dict(zip([*sizes, "teacher_mass"], parts, strict=True))
 
     def pairs(self, sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """metric -> (sum, count) of the metrics that this call has, from sums (..., K); views."""
