@@ -56,7 +56,7 @@ def make_token_mask(ids: Tensor | None, counts: Tensor | None, vocab_size: int, 
             "sampling_mask was given with static_shapes=True or under capture of a CUDA graph; the number of kept ids "
             "decides shapes: call without either"
         )
-    counts = counts.reshape(-1)
+    counts = counts.reshape(-1).contiguous()
     return TokenMask(ids.contiguous(), counts, counts.cumsum(0))
 
 

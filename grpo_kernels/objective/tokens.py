@@ -178,7 +178,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         temperature = fill(temperature, 1.0)
     flat = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
     return Tokens(
-        config, rules, sequences, lengths, flat.long(),
+        config, rules, sequences, lengths, flat.long().contiguous(),
         scored=mask if config.score_inactive else active, active=active, temperature=temperature, advantage=advantage,
         dloss_direct=weight, dloss_via_ratio=via_ratio, dloss_dentropy=dentropy, old=old,
         ref=fill(inputs.ref_logps, 0.0) if inputs.ref_logps is not None and rules.has_kl else None,
