@@ -155,7 +155,7 @@ def test_static_shapes_read_nothing_back(monkeypatch, level, rows, layout, backe
     assert_close(found, expected)
     assert torch.equal(found.logps == 0, expected.logps == 0)
     fused(batch, config, backend)
-    assert "tolist" in reads
+    assert reads
 
 
 @pytest.mark.parametrize("want", [True, False])

@@ -9,7 +9,7 @@ from helpers import leaves, make_batch, off_policy, set_mask_way
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
-from grpo_kernels.head import kept, loss_op
+from grpo_kernels.head import chunk_size, kept, loss_op
 
 # They run no kernel; torch.where makes a tensor of a number on the host.
 NO_KERNEL = (
@@ -41,6 +41,7 @@ def launches(monkeypatch):
     """As on a GPU, which is not asked for what may be wrong in the data, and without the mode seen by the package."""
     for name in ("loss_op.check_values", "loss_op.check_token_values", "kept.check_kept_ids"):
         monkeypatch.setattr(f"grpo_kernels.head.{name}", lambda *given: None)
+    monkeypatch.setattr(chunk_size, "reads_back_late", lambda device: True)
     monkeypatch.setattr(loss_op, "takes_operator", lambda hidden, **given: False)
     monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
     monkeypatch.setitem(kept.WIDTHS, "cpu", kept.WIDTHS["cuda"])
