@@ -3,6 +3,7 @@ check`: it passes here, and fails for a backend that is wrong in any way that it
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -20,7 +21,7 @@ from grpo_kernels import kernels as backends
 from grpo_kernels.commands import check, env
 from grpo_kernels.commands.cli import main
 from grpo_kernels.config import AGGREGATIONS, KL_ESTIMATORS, SURROGATE_RULES
-from grpo_kernels.kernels.torch.backend import TorchBackend
+from grpo_kernels.kernels.torch.backend import TORCH
 
 
 @pytest.fixture
@@ -141,36 +142,28 @@ def test_a_right_backend_passes(capsys, backend):
     assert torch.get_num_threads() == threads
 
 
-class Broken(TorchBackend):
-    """The plain backend with one fault."""
+def broken_table(fault: str):
+    """The plain backend in the place of another, with one fault."""
 
-    name = "cpu"
+    def statistics(chunk):
+        if fault == "exception":
+            raise RuntimeError("kernel 'statistics' cannot be launched")
+        TORCH.statistics(chunk)
+        if fault == "metric":
+            chunk.stats.entropy.mul_(1.01)
 
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
+    def gradient(chunk, dlogp, dentropy, out):
+        TORCH.gradient(chunk, dlogp, 0 * dentropy if fault == "no entropy" else dentropy, out)
+        if fault == "scaled gradient":
+            out.dlogits.mul_(1.0 + 1e-5 if out.dlogits.dtype == torch.float32 else 1.02)
 
-    def single_pass(self, chunk, table, gradients=None):
-        if self.fault == "exception":
-            raise RuntimeError("kernel 'single_pass' cannot be launched")
-        if self.fault == "beta is lost":
-            chunk = chunk._replace(params=chunk.params._replace(beta=0.0))
-        super().single_pass(chunk, table, gradients)
-        if gradients is None:
-            return
-        if self.fault == "scaled gradient":
-            gradients.dlogits.mul_(1.0 + 1e-5 if gradients.dlogits.dtype == torch.float32 else 1.02)
-
-    def sums(self, *arguments):
-        found = super().sums(*arguments)
-        if self.fault == "metric":
-            found.totals[4] += 0.01
-        return found
+    return dataclasses.replace(TORCH, name="cpu", statistics=statistics, gradient=gradient)
 
 
 @pytest.fixture
 def broken(monkeypatch):
     def install(fault: str) -> None:
-        entry = backends._REGISTRY["cpu"]._replace(load=lambda: (Broken(fault), ""))
+        entry = backends._REGISTRY["cpu"]._replace(load=lambda: (broken_table(fault), ""))
         monkeypatch.setitem(backends._REGISTRY, "cpu", entry)
         forget()
 
@@ -179,7 +172,7 @@ def broken(monkeypatch):
     forget()
 
 
-FAULTS = ("nothing", "scaled gradient", "beta is lost", "metric", "exception")
+FAULTS = ("nothing", "scaled gradient", "no entropy", "metric", "exception")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -193,8 +186,8 @@ def test_a_wrong_backend_fails(broken, capsys, fault):
     text = capsys.readouterr().out
     assert re.search(r"^cpu +cpu +float32 .*FAILED", text, flags=re.MULTILINE) and "lines failed" in text
     if fault == "exception":
-        assert "clip/token/none/seq_mean: RuntimeError: kernel 'single_pass' cannot be launched" in text
-    if fault in ("scaled gradient", "beta is lost"):  # worse than rounding to 16 bits is
+        assert "clip/token/none/seq_mean: RuntimeError: kernel 'statistics' cannot be launched" in text
+    if fault in ("scaled gradient", "no entropy"):  # worse than rounding to 16 bits is
         assert text.count("FAILED") >= 2
 
 

@@ -48,8 +48,10 @@ def kinds(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("name", ["grpo", "cispo"])  # those without a gradient through the entropy
 def test_bfloat16_is_as_exact_as_eager_with_float32_softmax(name, backend, products, kinds):
-    assert_as_exact_as_eager(CONFIGS[name], torch.bfloat16, backend, seeds=4)
-    assert set(kinds) == {"FusedExponentials" if products else "Exponentials"}
+    config = dataclasses.replace(CONFIGS[name], logits_dtype=torch.float32)  # what a GPU has by default
+    assert_as_exact_as_eager(config, torch.bfloat16, backend, seeds=4)
+    # On a CPU rows of 1,003 exponentials do not begin on 16 bytes, as CUDA's product needs it.
+    assert set(kinds) == {"FusedExponentials" if products and backend == "triton" else "Exponentials"}
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -71,7 +73,7 @@ def test_logps_without_logits(monkeypatch, products, dtype, entropy, backend):
 
 
 def test_strided_hidden_states_and_bias(products, backend):
-    batch, found = make_batch(0, bias=True).head_as(torch.bfloat16), []
+    batch, found = make_batch(0, bias=True, vocab=72).head_as(torch.bfloat16), []
     for strided in (False, True):
         hidden = torch.stack([batch.hidden, batch.hidden], -1)[..., 0] if strided else batch.hidden
         wide = torch.stack([batch.bias, batch.bias + 1], -1).requires_grad_()
@@ -95,8 +97,8 @@ def test_what_needs_logits_has_them(kinds, products, dtype, options, backend):
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_padding_may_hold_anything(products, static, backend):
-    batch = off_policy(make_batch(3, masked=True, bias=True)).head_as(torch.bfloat16)
+def test_padding_may_hold_anything(products, static, kinds, backend):
+    batch = off_policy(make_batch(3, masked=True, bias=True, vocab=72)).head_as(torch.bfloat16)
     config = gk.GRPOConfig(static_shapes=static, chunk_rows=7)
     expected = fused(batch, config, backend)
     batch.hidden[~batch.options["completion_mask"]] = torch.nan
@@ -104,10 +106,11 @@ def test_padding_may_hold_anything(products, static, backend):
     for name, x in expected.grads.items():
         assert torch.equal(found.grads[name], x) and x.any(), name
     assert torch.equal(found.logps, expected.logps)
+    assert set(kinds) == {"FusedExponentials" if products else "Exponentials"}
 
 
 def test_which_products_serve(backend):
-    single, half, bfloat = (torch.zeros(2, 16, dtype=dtype) for dtype in (torch.float32, *HALF[::-1]))
+    single, half, bfloat = (torch.zeros(16, 16, dtype=dtype) for dtype in (torch.float32, *HALF[::-1]))
     serve = kernels.get_backend(backend).fused_products
     assert set(serve(bfloat, bfloat)) == {"logp", "exponentials"} and serve(single, single) == ()
     assert serve(half, half) == ("logp",) and serve(bfloat, bfloat.T.contiguous().T) == ()
