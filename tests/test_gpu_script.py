@@ -18,21 +18,19 @@ ROOT = Path(__file__).resolve().parents[1]
 BACKEND = """
 import os, sys
 if not any(word in " ".join(sys.orig_argv) for word in ("pytest", "--stages", "stdin.readline")):  # the last: xdist's
+    from dataclasses import replace
     from grpo_kernels import kernels as backends
-    from grpo_kernels.kernels.torch.backend import TorchBackend
-
-    class Faulty(TorchBackend):
-        def single_pass(self, chunk, table, gradients=None):
-            super().single_pass(chunk, table, gradients)
-            if chunk.logits.shape[1] > 1000:
-                os._exit(7)
-            if gradients is not None and self.name == "cuda":
-                gradients.dlogits[:, ::2] = 0
+    from grpo_kernels.kernels.torch.backend import TORCH
 
     def make(name):
-        faulty = Faulty()
-        faulty.name = name
-        return faulty, ""
+        def gradient(chunk, dlogp, dentropy, out):
+            TORCH.gradient(chunk, dlogp, dentropy, out)
+            if chunk.logits.shape[1] > 1000:
+                os._exit(7)
+            if name == "cuda":
+                out.dlogits[:, ::2] = 0
+
+        return replace(TORCH, name=name, gradient=gradient), ""
 
     entry = backends._REGISTRY["torch"]
     for name in ("cuda", "triton"):
