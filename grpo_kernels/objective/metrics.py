@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ class Batch(NamedTuple):
     @property
     def found_shape(self) -> tuple[int, ...]:
         """Of what GRPOLoss.finish returns, without the fused operation."""
-        return len(self.record_fields), self.shape.numel()
+        return len(self.record_fields), math.prod(self.shape)  # numel() would make a number of a symbol
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
