@@ -73,10 +73,10 @@ def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | N
         per_sequence = None if of_sequences is None else [int(x) for x in of_sequences.tolist()]
         return Visit.of(both, first.numel(), both.numel() - first.numel(), per_sequence, active.numel())
     numbers = [active.sum(dtype=torch.float64).view(1)]
-    key = active.to(torch.int8) * 2
+    key = active.to(torch.int8)
     if others is not None:
         numbers.append(others.sum(dtype=torch.float64).view(1))
-        key = key + others
+        key = 2 * key + others
     if of_sequences is not None:
         numbers.append(of_sequences.double())
     found = [int(x) for x in torch.cat(numbers).tolist()]

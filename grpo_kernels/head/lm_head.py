@@ -37,6 +37,7 @@ from .dweight import WeightGradient, pieces
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
+
 class LMHead:
     """Products with one lm_head; gradients accumulate here.
 
