@@ -22,6 +22,7 @@ from helpers import (
     relative,
     set_mask_way,
     true_logps,
+    with_operations,
 )
 from kernel_checks import SIGNALLING
 from option_space import CHUNK_ROWS, SAMPLE, build, choose, name_of, rounding_of, size_of_loss
@@ -56,16 +57,23 @@ def _exact_products():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+def serve_only(monkeypatch: pytest.MonkeyPatch, name: str, served: tuple[str, ...]) -> None:
+    """Lets the backend take of its fused products these alone."""
+    serve = get_backend(name).fused_products
+    with_operations(
+        monkeypatch, name,
+        fused_products=lambda hidden, weight: tuple(x for x in serve(hidden, weight) if x in served) if serve else (),
+    )  # fmt: skip
+
+
 # --- precision ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["rows", "linear", "anchored"])
+@pytest.mark.parametrize("served", [(), ("logp",), ("logp", "exponentials")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, strategy, monkeypatch, kernels):
-    if dtype == torch.float16 and strategy == "anchored":
-        strategy = "linear"  # float16 cannot hold the exponentials
-    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
+def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, served, monkeypatch, kernels):
+    serve_only(monkeypatch, kernels, served)
     config = CONFIGS[name]
     assert_as_exact_as_eager(config, dtype, kernels, DEVICE)
     batch = half_batch(dtype, config)
@@ -107,10 +115,10 @@ def big_batch(rows: int, width: int, vocab: int, dtype: torch.dtype, seed: int =
     return Batch(hidden, weight, ids, advantages, None, {"old_logps": logps + noise})
 
 
-@pytest.mark.parametrize("strategy", ["rows", "linear", "anchored"])
-def test_more_logits_than_two_to_the_31(strategy, monkeypatch, kernels):
+@pytest.mark.parametrize("served", [(), ("logp",), ("logp", "exponentials")], ids=str)
+def test_more_logits_than_two_to_the_31(served, monkeypatch, kernels):
     """One launch over 16,384 x 151,936 logits, against float64 on a sample of the rows, twice for the same bits."""
-    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
+    serve_only(monkeypatch, kernels, served)
     rows, width = 16384, 256
     batch = big_batch(rows, width, VOCAB, torch.bfloat16)
     config = gk.GRPOConfig(aggregation="token_mean", epsilon_high=0.3, chunk_rows=rows)
@@ -134,7 +142,7 @@ def test_more_logits_than_two_to_the_31(strategy, monkeypatch, kernels):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_linear_logps_have_the_same_bits_in_any_batch(dtype, monkeypatch, kernels):
     """Alone, among 37, 1,000 and 8,191 tokens, in sequences of another length, with gradients."""
-    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "linear")
+    serve_only(monkeypatch, kernels, ("logp",))
     batch = big_batch(8192, 256, VOCAB, dtype)
     hidden, ids = batch.hidden.reshape(-1, 256), batch.ids.reshape(-1)
 
@@ -176,11 +184,11 @@ def device_batch(**options) -> Batch:
     return off_policy(make_batch(0, sequences=8, length=16, width=64, vocab=32003, masked=True, **options)).to(DEVICE)
 
 
-@pytest.mark.parametrize("strategy", ["rows", "anchored"])
+@pytest.mark.parametrize("served", [(), ("exponentials",)], ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_captured_graph(level, strategy, monkeypatch, kernels):
+def test_captured_graph(level, served, monkeypatch, kernels):
     """Captured once at fixed shapes, replayed with other contents, padding poisoned: the same as called directly."""
-    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
+    serve_only(monkeypatch, kernels, served)
     config = gk.GRPOConfig(importance_sampling_level=level, chunk_rows=40, beta=0.04)
     batch = device_batch().head_as(torch.bfloat16)
     batch.hidden.masked_fill_(~batch.options["completion_mask"][..., None], torch.nan)

@@ -345,6 +345,7 @@ class HeldLogits:
     rows = sequence_rows = 0
     fused_products: tuple[str, ...] = ()
     takes_exponentials = False
+    logits_dtype: torch.dtype
     folded_bias: Tensor | None = None
     vocab_slice: VocabSlice | None = None
 

@@ -118,7 +118,9 @@ class Pass:
             return Chunk
         if "exponentials" in self.head.fused_products:
             return FusedExponentials
-        return Chunk if self.backend.exponentials is None else Exponentials
+        if self.backend.exponentials is None or self.head.logits_dtype != torch.float32:  # 16 bits round twice then
+            return Chunk
+        return Exponentials
 
     def forward(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """Statistics of these tokens (None: of all), nothing else."""
