@@ -37,9 +37,7 @@ from test_transformers import batch as model_batch
 import grpo_kernels as gk
 from grpo_kernels.head import kept, sparse
 from grpo_kernels.head import shared as engine_shared
-from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations.transformers import fused_forward
-from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.operations import SparseRule
 
 BACKENDS = ("cpu", "torch")
@@ -185,8 +183,8 @@ def test_16_bits(dtype, logits_dtype, backend, monkeypatch):
     for theta, logits_per_pair in ((TINY, 1), (TINY, 2), (THETA, 1000)):
         room(monkeypatch, logits_per_pair)
         found, plain = fused(batch, with_theta(config, theta), backend), fused(batch, config, backend)
-        # With cuda the exact step takes products that have the softmax in their epilogue.
-        same_forward(found, plain, 1e-5 if backend == "cuda" else 0.0)
+        # On GPU backends the exact step takes products that have the softmax in their epilogue.
+        same_forward(found, plain, 1e-5 if backend in ("cuda", "triton") else 0.0)
         assert_within(errors(found, exact), errors(plain, exact), 1e-6, 1.5, of="grad")
     scaled, exact = leaves(batch), exact.grads["hidden"]
     (call(scaled, with_theta(config, TINY), backend).loss * 65536).backward()
@@ -367,13 +365,3 @@ def test_without_gradients_nothing_is_counted():
         out = call(make_batch(0), gk.GRPOConfig(sparse_backward=THETA))
     assert out.metrics["sparse/kept"] == out.metrics["sparse/dense"] == 0
     assert out.metric_sums["sparse/kept"][1] == 0
-
-
-@pytest.mark.parametrize(("count", "chunk_rows", "share"), [(2048, None, 0.75), (16, None, 1), (2048, 300, 1)])
-def test_chunks_leave_room_for_pairs(count, chunk_rows, share):
-    """Unless they are small, or their rows were chosen."""
-    given = torch.zeros(1, count, 1), torch.zeros(49152, 1), None
-    head = LMHead(given, get_backend("torch"), wants=(True, True, False), chunk_rows=chunk_rows)
-    usual = max(rows.count for rows in head.chunks(None))
-    head.leave_room()
-    assert usual * share * 0.85 <= max(rows.count for rows in head.chunks(None)) <= usual * share
