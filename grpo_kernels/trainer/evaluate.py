@@ -268,7 +268,7 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
         raise ValueError("there are no held-out prompts; expected --dataset-name")
-    rewards = make_rewards(a, tokenizer, [], held_out)
+    rewards = make_rewards(a, [], held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
     bar, ranks = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Ranks(use_cpu=a.use_cpu)

@@ -101,7 +101,7 @@ class Run:
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts)
-        self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
+        self.rewards = make_rewards(a, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
         vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None
@@ -353,7 +353,6 @@ def _absolute(reward: Any) -> Any:
 
 def make_rewards(
     a: TrainArguments,
-    tokenizer: Any,
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
     given: Given = NOTHING,
@@ -374,5 +373,4 @@ def make_rewards(
                 rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in names})
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
-    rewards.check_form(tokenizer, [*prompts, *held_out])
     return rewards
