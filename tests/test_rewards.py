@@ -6,10 +6,8 @@ test_pitfall_NN_...: by the number in the list of what goes wrong in GRPO traine
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import re
-import signal
 import struct
 import sys
 import threading
@@ -27,7 +25,7 @@ from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gol
 
 NAN = float("nan")
 OWN = """
-import asyncio, os, re, signal, sys, time
+import asyncio, os, re, sys, time
 
 def length(prompts, completions, completion_ids, **columns):
     return [float(len(c)) for c in completions]
@@ -42,8 +40,8 @@ def acts(completions, log_extra, data=None, **_):
             os._exit(3)
         if word == "raise":
             raise ZeroDivisionError("of my own")
-        if word == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if word == "nap":
+            time.sleep(0.4)
         if word == "answer":
             os.write(int(sys.argv[1]), data[i])
             time.sleep(1000)
@@ -243,10 +241,8 @@ class Touch:
 
 @pytest.mark.parametrize("answer", [
     b"\xff\xfe garbage", b"[" * 100_000, b"5", b'{"value": [1.0]}',
-    b'{"value": [1], "metrics": {"a": ["x"]}, "extra": {}, "error": null}',
-    b'{"value": [1], "metrics": {"a": []}, "extra": {}, "error": null}',
-    b'{"value": [1], "metrics": {}, "extra": {"a": 1}, "error": null}',
-    b'{"value": [1], "metrics": {}, "extra": {}, "error": 1}',
+    *(b'{"value": [1], "metrics": {%s}, "extra": {%s}, "error": %s}' % parts for parts in (
+        (b'"a": ["x"]', b"", b"null"), (b'"a": []', b"", b"null"), (b"", b'"a": 1', b"null"), (b"", b"", b"1"))),
 ], ids=range(8))  # fmt: skip
 def test_an_answer_that_is_none_is_said(answer):
     with pytest.raises(ValueError, match=": "):
@@ -257,19 +253,17 @@ def message(data):
     return struct.pack("!i", len(data)) + data
 
 
-@pytest.mark.parametrize(("data", "why"), [
-    (lambda path: message(pickle.dumps(Touch(path))), "is no answer: "),
-    (lambda path: struct.pack("!iQ", -1, 1 << 60), "is no answer: "),
-    (lambda path: struct.pack("!i", 1 << 30), "is no answer: "),
-], ids=range(3))  # fmt: skip
-def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, why, make, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("data", [
+    lambda path: message(pickle.dumps(Touch(path))), lambda path: struct.pack("!iQ", -1, 1 << 60),
+], ids=["pickle", "long"])  # fmt: skip
+def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, make, tmp_path):
     """It is counted, by its reason; the trainer runs nothing of it, and goes on."""
-    monkeypatch.setattr(module, "WALL_PER_CPU", 1000)
     sent = data(tmp_path / "made")
     batch = score(make("own_rewards:acts", timeout=0.2), ["a", "answer", "c"], data=[sent] * 3)
     assert_total(batch, [1.0, NAN, 1.0])
     [failure] = batch.failures
-    assert failure.row == 1 and "'own_rewards:acts'" in failure.message and why in failure.message
+    assert failure.row == 1 and "'own_rewards:acts'" in failure.message and "is no answer: " in failure.message
     assert not (tmp_path / "made").exists()
 
 
@@ -321,20 +315,6 @@ def patient(monkeypatch):
     monkeypatch.setattr(module, "WALL_PER_CPU", 1000)
 
 
-def wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def state_of(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
-
-
 @pytest.mark.parametrize(("hang", "why"), [
     ("match", "0.2 s of CPU"), ("sleep", "2 s of wall-clock"), ("leave", "ended with status 3"),
 ])  # fmt: skip
@@ -370,22 +350,9 @@ def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(hanging, make, mo
 
 
 @pytest.mark.usefixtures("patient")
-def test_pitfall_12_cpu_time_decides_and_not_the_load_of_the_machine(make):
-    """A process that stops itself in a call needs no CPU time: longer than the limit, it is within it."""
-    rewards = make("own_rewards:acts", timeout=0.3)
-    assert_total(score(rewards, ["a"]), [1.0])
-    pid = rewards.functions[0].worker.process.pid
-
-    def go_on():
-        wait_until(lambda: state_of(pid) == "T")
-        time.sleep(0.4)
-        os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    assert_total(score(rewards, ["stop"]), [1.0])
-    thread.join()
-    assert rewards.functions[0].worker.process.pid == pid
+def test_pitfall_12_cpu_time_decides(make):
+    """Of a busy machine, which keeps a process waiting: longer than the limit, it is within it."""
+    assert_total(score(make("own_rewards:acts", timeout=0.3), ["a", "nap"]), [1.0, 1.0])
 
 
 @pytest.mark.parametrize("gold", ["", "####", "#### x", "3 or 4", "#### 1/0", None])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .records import Record, is_number
 
-HISTORY = 100  # values kept of each metric
+HISTORY = 100  # steps whose median a gradient norm is compared with
 SPAN = 20  # steps of each of two means that are compared, and steps before the first comparison
 WINDOW = 10  # steps over which a share is averaged; steps without a finding that end an episode
 SOON = 3  # steps in a row that suffice where waiting would waste the run
@@ -45,8 +45,8 @@ class Alarm:
 
 
 class History:
-    """record: the one to check; values: of each metric the last `HISTORY`; start: its first `SPAN`; limits: lowest and
-    highest reward so far; best: the highest held-out reward so far, and the training reward at that time.
+    """record: the one to check; values: of each metric; limits: lowest and highest reward so far; best: the highest
+    held-out reward so far, and the training reward at that time.
 
     A mean of too few values is NaN, which is neither above nor under a threshold.
     """
@@ -54,7 +54,6 @@ class History:
     def __init__(self) -> None:
         self.record: Record = {}
         self.values: dict[str, list[float]] = {}
-        self.start: dict[str, list[float]] = {}
         self.limits: tuple[float, float] = math.inf, -math.inf
         self.best: tuple[float, float] | None = None
 
@@ -62,12 +61,8 @@ class History:
         self.record = record
         skipped = OF_LATER_UPDATES if "log_ratio_first_max" in record else ()
         for key, value in record.items():
-            if key in skipped or not is_number(value) or not abs(value) <= LARGEST:  # or NaN
-                continue
-            self.values.setdefault(key, []).append(float(value))
-            del self.values[key][:-HISTORY]
-            if len(self.start.setdefault(key, [])) < SPAN:
-                self.start[key].append(float(value))
+            if key not in skipped and is_number(value) and abs(value) <= LARGEST:  # nor NaN
+                self.values.setdefault(key, []).append(float(value))
         lowest, highest = (self.last(key, 1) for key in ("reward_min", "reward_max"))
         self.limits = min([*lowest, self.limits[0]]), max([*highest, self.limits[1]])
 
@@ -82,7 +77,7 @@ class History:
         return min(values) if len(values := self.last(key, SOON)) == SOON else NAN
 
     def start_mean(self, key: str) -> float:
-        return fmean(values) if len(values := self.start.get(key, [])) == SPAN else NAN
+        return fmean(values[:SPAN]) if len(values := self.values.get(key, [])) >= SPAN else NAN
 
     def reward_range(self) -> float:
         low, high = self.limits
@@ -100,7 +95,7 @@ class History:
 def held_out_change(h: History) -> float:
     """The held-out reward less the best before it, in standard errors; NaN where the training reward did not rise."""
     evaluation = h.record["evaluation"]
-    now, training = evaluation.get("reward"), fmean(h.last("reward", SPAN) or h.start.get("reward", [NAN]))
+    now, training = evaluation.get("reward"), fmean(h.last("reward", SPAN) or [NAN])
     if now is None:
         return NAN
     best, spread = h.best, h.reward_range()
@@ -127,7 +122,7 @@ def kl(h: History) -> float:
 
 
 def gradient_norm(h: History) -> float:
-    before = h.values.get("grad_norm", [])[:-SOON]
+    before = h.last("grad_norm", HISTORY)[:-SOON]
     return h.least("grad_norm") / max(1e-9, median(before)) if len(before) >= SPAN else NAN
 
 
