@@ -99,7 +99,7 @@ def train_trl(output: Path, rollouts: Path, *, family: str = "llama", **options:
     given = {name: x for name, x in given.items() if x is not None and name not in own}
     given |= {"adam_epsilon": given.pop("eps")}
     given |= dict(zip(("adam_beta1", "adam_beta2"), given.pop("betas", ()), strict=False))
-    given |= {"sync_ref_model": "ref_model_sync_steps" in given}
+    given |= {"sync_ref_model": "ref_model_sync_steps" in given, "ref_model_mixup_alpha": 0.6}
     args = trl_parity.trl_arguments(str(output), **given)
     trainer = trl_parity.construct(
         GRPOTrainer, family, model=model, args=args, reward_funcs=saved_reward, rollout_func=replayed,
@@ -137,7 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
     # TRL divides by the tokens of each pass, the trainer by those of the step: the same where a step is one pass.
     "bnpo": dict(loss_type="bnpo", beta=0.1),
     "entropy bonus, reference that follows": dict(
-        entropy_coef=0.05, beta=0.1, ref_model_sync_steps=3, ref_model_mixup_alpha=0.6
+        entropy_coef=0.05, beta=0.1, ref_model_sync_steps=3
     ),
     "delta, scale by the batch": dict(delta=1.18, scale_rewards="batch"),
     "truncated completions masked, KL with bias correction": dict(

@@ -36,7 +36,7 @@ def step_record(step: int, steps: int, noise: random.Random) -> Record:
         "rollout_mismatch/mean": 2e-3 * noise.random(), "rollout_mismatch/max": 0.01,
         "rollout_weight/mean": 1.0, "rollout_ess": 0.97, "reward": reward, "reward_std": std, "reward_min": 0.0,
         "reward_max": 1.0, "reward_group_std": 0.8 * std, "rewards/arithmetic/mean": reward,
-        "rewards/arithmetic/std": std, 
+        "rewards/arithmetic/std": std,
         "zero_gradient_groups": best + worst, "all_min_groups": worst, "all_max_groups": best, "unscored": 0,
         "dropped_groups": 0, "completions/count": 256,
         "completions/mean_length": 3.4 + 0.1 * gauss(0, 1), "completions/min_length": 2, "completions/max_length": 5,

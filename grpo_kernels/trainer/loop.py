@@ -29,18 +29,18 @@ from .data import take
 from .evaluate import ACCURACIES, evaluate
 from .files import write_text
 from .log import pass_numbers, rollout_record, step_record
-from .memory import advice_on_memory
 from .ranks import Interrupted
 from .records import counted
 from .report import write_report
 from .rewards import RewardBatch
 from .rewards.scoring import Failure
 from .rollout import Completion, infer
-from .run import ENDS_UNSAVED, Run
+from .run import ENDS_UNSAVED, Run, advice_on_memory
 from .tasks import ARITHMETIC_MODEL
 
 SAMPLES = 4  # completions of a rollout in samples.jsonl
 KL_HORIZON = 10_000  # completions over which an adaptive beta doubles, about
+REFERENCE_SHARE = 0.6  # of the policy in a move of the reference policy, as in TRL
 
 
 class Trainer:
@@ -73,7 +73,7 @@ class Trainer:
             run.log.say(f"resumed at step {p.step} from {run.checkpoint}")
         with run.signals.noted():
             try:
-                with advice_on_memory(a, lambda: run.log.phase_name):
+                with advice_on_memory(lambda: run.log.phase_name):
                     self.evaluate()
                     while p.step < a.max_steps:
                         if not p.rollout:
@@ -308,7 +308,7 @@ class Trainer:
                 error = min(max(kl / a.kl_target - 1.0, -0.2), 0.2)
                 p.beta *= 1.0 + error * completions / KL_HORIZON
         if a.ref_model_sync_steps and p.step % a.ref_model_sync_steps == 0:
-            self.reference.move(a.ref_model_mixup_alpha)
+            self.reference.move(REFERENCE_SHARE)
 
     # --- log, evaluation, end -----------------------------------------------------------------------------------------
 

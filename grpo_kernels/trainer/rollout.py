@@ -1,15 +1,12 @@
-"""Completions, sampled by transformers (sampling.py) or vLLM (vllm.py), and their lines in a checkpoint. Token ids are
-never re-encoded."""
+"""Completions, sampled by transformers (sampling.py) or vLLM (vllm.py). Token ids are never re-encoded."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +14,6 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import RunError
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
 from .rewards.answers import reply
@@ -137,7 +133,7 @@ class Sampler:
             lm = getattr(self.policy, "module", self.policy).lm  # within DDP
             return self.vllm.sample(lm, prompts, greedy=greedy, step=step, ends=self.ends)
         self.policy.eval()
-        size, found = self.arguments.per_device_generation_batch_size or self.arguments.rows_per_rollout(1), []
+        size, found = self.arguments.rows_per_rollout(1), []
         for first in range(0, len(prompts), size):
             self.progress(first, len(prompts))
             with self.signals.at_once():
@@ -161,30 +157,3 @@ class Sampler:
         own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
         found = self.sample(own, stream=f"evaluation {seed}", greedy=greedy, step=step)
         return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
-
-
-# --- rollouts in checkpoints ------------------------------------------------------------------------------------------
-
-
-def to_lines(rollout: Sequence[Completion]) -> str:
-    """A completion a line; float32 numbers exactly as they are. What JSON lacks, such as dates, becomes text."""
-
-    def plain(value: Any) -> Any:
-        return value.tolist() if isinstance(value, torch.Tensor) else str(value)
-
-    return "".join(json.dumps(vars(c), default=plain) + "\n" for c in rollout)
-
-
-def from_lines(path: Path) -> list[Completion]:
-    """The completions that `to_lines` wrote into a file."""
-    found: list[Completion] = []
-    try:
-        for line in path.read_text().splitlines():
-            values = dict(json.loads(line))
-            for name in ("logps", "advantage", "old_logps", "ref_logps"):
-                if values.get(name) is not None:
-                    values[name] = torch.tensor(values[name], dtype=torch.float32)
-            found.append(Completion(**values))
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{path}, line {len(found) + 1}: {error}") from None
-    return found
