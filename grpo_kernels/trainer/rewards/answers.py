@@ -1,7 +1,7 @@
 """Rewards from the text of a completion, 1.0 or 0.0: one right answer, or the form. A completion has to commit itself:
 one that names several answers gets 0, but for `last_number`.
 
-All patterns are linear, but for a user's own (`format`), for which a worker reads this file without the package.
+All patterns are linear.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 WITHOUT_TAGS = r"(?:(?!</?think>|</?answer>).)*"
 # Each tag once, in order, with only blanks around the blocks. The first may be missing: chat templates of thinking
 # models write it at the end of the prompt.
-FORM = rf"\s*(?:<think>)?{WITHOUT_TAGS}</think>\s*<answer>{WITHOUT_TAGS}</answer>\s*"
+FORM = re.compile(rf"\s*(?:<think>)?{WITHOUT_TAGS}</think>\s*<answer>{WITHOUT_TAGS}</answer>\s*", re.DOTALL)
 
 
 def text_of(completion: Any) -> str:
@@ -105,15 +105,6 @@ def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     return [float(any(number_in(x.group()) == gold_number(right) for x in last)) for last, right in pairs]
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
-    """Returns `pattern` as `format` takes it: "." is any character. Raises ValueError for no regular expression."""
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"reward_pattern={pattern!r} is no regular expression: {error}") from None
-
-
-def format(completions: Sequence[Any], pattern: str = FORM, **_: Any) -> list[float]:
-    """1 if the whole completion has the form, blanks around it apart."""
-    match = compiled(pattern).fullmatch
-    return [float(bool(match(text_of(completion).strip()))) for completion in completions]
+def format(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 if the whole completion has the form."""
+    return [float(bool(FORM.fullmatch(text_of(completion)))) for completion in completions]

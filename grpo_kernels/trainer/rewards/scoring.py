@@ -78,29 +78,22 @@ class Value(NamedTuple):
 class Function:
     """A reward function by its name: in this process, or in a worker if it is the user's and there is a time limit."""
 
-    def __init__(self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None) -> None:
+    def __init__(self, spec: str | Callable[..., Any], timeout: float | None) -> None:
         self.check_answer: Callable[[Any], object] | None = None
-        self.pattern = pattern if spec == "format" else None
-        in_worker: str | None = None
+        self.worker: Worker | None = None
         if callable(spec):
             self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
         elif spec in BUILT_IN:
             self.name, (self.function, self.check_answer) = spec, BUILT_IN[spec]
-            if self.pattern is not None:  # which may take forever on some text
-                in_worker = f"{answers.__file__}:format"
         elif ":" in spec or "." in spec:
-            self.name, self.function, in_worker = spec.replace(":", ".").rpartition(".")[2], find(spec), spec
+            self.name, self.function = spec.replace(":", ".").rpartition(".")[2], find(spec)
+            self.worker = None if timeout is None else Worker(spec, timeout)
         else:
-            raise ValueError(
-                f"reward {spec!r} is none of the built-in ones ({', '.join(BUILT_IN)}); your own is module:function or "
-                "path/file.py:function"
-            )
-        self.worker = Worker(in_worker, timeout) if in_worker and timeout is not None else None
+            expected = f"one of {', '.join(BUILT_IN)}, module:function or path/file.py:function"
+            raise ValueError(f"reward {spec!r} is none of the built-in ones; expected {expected}")
 
     def call(self, given: dict[str, Any]) -> Result:
         """Calls it with copies: what it changes in its arguments is not changed for others, who train on them."""
-        if self.pattern is not None:
-            given = {**given, "pattern": self.pattern}
         try:
             arguments = pickle.dumps(given)
             return self.worker.call(arguments) if self.worker else call(self.function, pickle.loads(arguments))
@@ -157,30 +150,21 @@ class Rewards:
         weights: of the functions, 1 by default.
         timeout: seconds of CPU time for a call of a function given by its module, which then runs in a process of its
             own. A call that takes longer or raises is repeated for each completion alone, to find those that fail.
-        pattern: for "format", a regular expression in place of <think>...</think><answer>...</answer>.
 
     Raises:
         ValueError: an unknown function, two of the same name, weights that do not fit.
     """
 
     def __init__(
-        self,
-        specs: Sequence[str | Callable[..., Any]],
-        weights: Sequence[float] | None = None,
-        *,
-        timeout: float | None = None,
-        pattern: str | None = None,
+        self, specs: Sequence[Any], weights: Sequence[float] | None = None, *, timeout: float | None = None
     ) -> None:
         if timeout is not None and not 0 < timeout < math.inf:
             raise ValueError(f"reward timeout is {timeout!r}, expected seconds above 0")
-        if pattern is not None and "format" not in specs:
-            raise ValueError("a pattern has no effect without the reward 'format'")
         self.weights = [1.0] * len(specs) if weights is None else list(weights)
         if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
-            raise ValueError(
-                f"reward_weights is {weights!r}, expected one finite number for each of {len(specs)} functions"
-            )
-        self.functions = [Function(spec, timeout, pattern) for spec in specs]
+            expected = f"one finite number for each of {len(specs)} functions"
+            raise ValueError(f"reward_weights is {weights!r}, expected {expected}")
+        self.functions = [Function(spec, timeout) for spec in specs]
         self.names = [function.name for function in self.functions]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
@@ -215,7 +199,7 @@ class Rewards:
         columns: dict[str, list[Any]],
         step: int,
     ) -> RewardBatch:
-        """Raises: RunError for a result of the wrong length or type."""
+        """Scores B completions; raises RunError for a result of the wrong length or type."""
         given = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         state, count = {"trainer_state": SimpleNamespace(global_step=step)}, len(completions)
         batch, table = RewardBatch(), []
