@@ -45,10 +45,8 @@ def acts(completions, log_extra, data=None, **_):
         if word == "answer":
             os.write(int(sys.argv[1]), data[i])
             time.sleep(1000)
-        if word == "circle":
-            circle = []
-            circle.append(circle)
-            log_extra("circle", [circle] * len(completions))
+        if word == "key":
+            log_extra("key", [{(1, 2): 3}] * len(completions))
     return [1.0] * len(completions)
 
 def only_answers(completions, answer):
@@ -221,9 +219,9 @@ def test_a_column_that_cannot_be_copied_is_one_sentence(timeout, make):
 
 
 def test_what_json_lacks_costs_the_completion_alone(make):
-    batch = score(make("own_rewards:acts", timeout=20.0), ["a", "circle"])
+    batch = score(make("own_rewards:acts", timeout=20.0), ["a", "key"])
     assert_total(batch, [1.0, NAN])
-    assert "Circular reference" in batch.failures[0].message
+    assert "its answer cannot be JSON" in batch.failures[0].message
 
 
 # ---- what comes from a process is data ------------------------------------------------------------------------------

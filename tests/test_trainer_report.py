@@ -94,43 +94,37 @@ def test_a_run_that_goes_on_and_is_damaged(tmp_path, monkeypatch):
     ]
 
 
-NUMBERS = ["-" + "1" * 300, "1e300", "-1e300", "1e155", "5e-324", "NaN", "-Infinity", "null"]
-OTHERS = ["[1, 2]", "{}", '{"a": [[]]}', '"text"', "true", "1" * 400, "1" * 5000, "[" * 5000 + "]" * 5000]
+NUMBERS = ["-" + "1" * 300, "1e300", "5e-324", "NaN", "-Infinity", "null"]
+OTHERS = ["[1, 2]", '{"a": [[]]}', '"text"', "true", "1" * 5000, "[" * 5000 + "]" * 5000]
 
 
 @pytest.mark.parametrize("value", NUMBERS + OTHERS, ids=lambda value: value[:12])
-def test_odd_values_in_every_place_of_every_file_are_survived(value, tmp_path, capfd):
-    """The report is written, the monitor goes on after a resume, and a value of a wrong type is said with its line."""
+def test_odd_values_in_every_place_of_every_file_are_survived(value, tmp_path):
+    """The report is written, and a value of a wrong type is said with its line."""
 
     def record(*keys):
         return "{" + ", ".join(['"step": 41', *(f'"{key}": {value}' for key in keys)]) + "}"
 
     metrics = [*step_record(1, 9, random.Random(0)).keys() - {"step", "slowest_reward"}, "cispo_clip_ratio"]
-    held_out = evaluation_record(1, 0.5)["evaluation"].keys() - {"pass_at_k"}
-    evaluations = [record(*held_out), record("pass_at_k"), record("examples"), value]
-    lines = [value, f'{{"step": {value}, "loss": 1}}', record(*metrics), record("slowest_reward")]
-    lines += [f'{{"step": {step}, "evaluation": {evaluation}}}' for evaluation in evaluations for step in (0, 41)]
+    held_out = record(*evaluation_record(1, 0.5)["evaluation"].keys() - {"pass_at_k"})
+    lines = [record(*metrics), f'{{"step": 41, "evaluation": {held_out}}}', value, f'{{"step": {value}, "loss": 1}}']
+    lines += [f'{{"step": 41, "evaluation": {part}}}' for part in (record("pass_at_k"), record("examples"), value)]
     folder = write_run(tmp_path / "run", log(40), samples(40))
     whole = (folder / "log.jsonl").read_text()
-    for line in lines:
+    for i, line in enumerate([*lines, record("slowest_reward")]):
         (folder / "log.jsonl").write_text(whole + f"{line}\n" * 12)
         (sentence,) = page_data(write_report(folder))["notes"] or [""]
         assert sentence in ("", "log.jsonl: 12 of 53 lines cannot be read and are left out; the first is line 42.")
-        if line in (lines[2], lines[4]):  # metrics
-            assert bool(sentence) == (value in OTHERS)
-        size = (folder / "log.jsonl").stat().st_size
-        RunLog(folder, SimpleNamespace(is_main_process=True), TrainArguments()).start(41, {"log.jsonl": size})
-        said = capfd.readouterr().err
-        assert bool(sentence) == ("12 of 53 lines cannot be read and are left out; the first is line 42" in said)
-    (folder / "log.jsonl").write_text(whole)
+        assert i > 1 or bool(sentence) == (value in OTHERS)  # metrics
     row = f'{{"step": 41, "completion": {value}, "prompt": [{{"role": {value}}}], "extra": {value}}}'
-    numbers = record("reward", "advantage", "tokens")
-    (folder / "samples.jsonl").write_text(
-        f'{row}\n{numbers}\n{record("rewards")}\n{{"step": 40, "rewards": {{"a": {value}}}}}\n'
-    )
-    write_report(folder)
-    settings = ("seconds", "max_steps", "max_grad_norm", "num_generations", "model_name_or_path", "loss_type")
-    for text in (record(*settings), value):
+    rows = [
+        row,
+        record("reward", "advantage", "tokens"),
+        record("rewards"),
+        f'{{"step": 40, "rewards": {{"a": {value}}}}}',
+    ]
+    (folder / "samples.jsonl").write_text("\n".join(rows))
+    for text in (record("seconds", "max_steps", "model_name_or_path", "loss_type"), value):
         for name in ("config.json", "summary.json"):
             (folder / name).write_text(text)
         write_report(folder)
