@@ -93,7 +93,6 @@ def refused(model, data, tmp_path, capfd):
     ({"model_name_or_path": "no/such/model"}, ["model_name_or_path=no/such/model: there is no such file or folder"]),
     ({"dataset_name": "no.csv"}, ["dataset_name=no.csv: there is no such file or folder"]),
     ({"prompt_column": "question"}, ["has no column \"question\"; found 'prompt', 'answer'"]),
-    ({"answer_column": "prompt"}, ["the column 'prompt' is named by prompt_column and answer_column"]),
     ({"system_prompt": "Be brief."}, ["row 0", "no chat template"]),
     ({"model_name_or_path": None}, ["model_name_or_path is missing"]),
     ({"dataset_name": None}, ["dataset_name is missing"]),
@@ -228,9 +227,9 @@ def test_a_model_that_reads_padding_is_refused(model, refused, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"eos_token_id": [0, 32]}, "generation_config.eos_token_id of the model is 32; expected an id from 0 to 31"),
-    ({"eos_token_id": -1}, "generation_config.eos_token_id of the model is -1; expected an id from 0 to 31, the"),
-    ({"eos_token_id": 10**9}, "generation_config.eos_token_id of the model is 1000000000; expected an id from 0"),
+    ({"eos_token_id": [0, 32]}, "of the generation_config of the model is 32; expected an id from 0 to 31"),
+    ({"eos_token_id": -1}, "of the generation_config of the model is -1; expected an id from 0"),
+    ({"eos_token_id": 10**9}, "of the generation_config of the model is 1000000000"),
 ])  # fmt: skip
 def test_ends_that_the_model_has_no_embedding_for(change, words, model, refused, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
@@ -264,7 +263,7 @@ def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
         (two, begin, f"output_dir={two} holds another run"),
         (one, begin, "checkpoint-2 is newer"),
         (one, {"max_steps": 1, "resume_from_checkpoint": "auto"}, "checkpoint-2 is beyond max_steps=1"),
-        (file, {}, "is a file"),
+        (file, {}, "cannot be made: File exists"),
         (file / "run", {}, f"output_dir={file / 'run'} cannot be made: Not a directory"),
     ):
         assert run(model, data, output, **given | options) == 2
@@ -374,7 +373,6 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_pat
         assert words in out, out
     assert "1 process," in out and "note       0%" not in out and "float32 copies" not in out
     assert run(model, data, output, dry_run=True, reward_funcs="training:length", dtype="bfloat16") == 0
-    assert re.search(r"0\.\d MiB of it are float32 copies of the trained weights", capfd.readouterr().out)
     assert not output.exists()
 
 

@@ -16,7 +16,6 @@ from .arguments import TrainArguments
 from .data import GIVEN_ROWS
 from .loop import Trainer
 from .model import is_peft_model
-from .rewards.worker import find
 from .run import Given, Run
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def train(
         model: a folder or a name of transformers, or a model, which is trained where it is, without dropout. Of a
             PeftModel the active adapter is trained on; `args.use_peft` goes without saying.
         reward_funcs: one or several: names as on the command line, or functions. A function runs in this process,
-            without limits; with `args.reward_timeout` in a process of its own, which has to be able to import it.
+            without limits; a name with `args.reward_timeout` in a process of its own.
         train_dataset, eval_dataset: rows (a `datasets.Dataset`, a list of dicts), or a name as on the command line.
         args: everything else; what the other arguments say is left out of it. Default: TrainArguments().
         processing_class: the tokenizer; default: that of the model.
@@ -80,7 +79,10 @@ def train(
     if getattr(whole, "_hf_peft_config_loaded", False):
         raise ValueError("model has adapters of transformers (load_adapter, add_adapter); expected a PeftModel of peft")
     datasets = [str(rows) if isinstance(rows, Path) else rows for rows in (train_dataset, eval_dataset)]
-    rewards = [reward if isinstance(reward, str) else _with_process(reward, args) for reward in rewards]
+    if args.reward_timeout is not None and any(map(callable, rewards)):
+        raise ValueError(
+            f"args.reward_timeout={args.reward_timeout}: a process imports functions; expected their names"
+        )
     data: dict[str, Any] = dict(zip(GIVEN_ROWS, datasets, strict=True))
     names = [rows if isinstance(rows, (str, type(None))) else name for name, rows in data.items()]
     args = replace(
@@ -119,19 +121,3 @@ def _name(reward: Reward) -> str:
         return reward
     kind: Any = reward if hasattr(reward, "__qualname__") else type(reward)
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _with_process(reward: Callable[..., Any], args: TrainArguments) -> Reward:
-    """A function, or where it has a time limit the name by which a process of its own imports it."""
-    if args.reward_timeout is None:
-        return reward
-    name = _name(reward)
-    try:
-        importable = not name.startswith("__main__:") and find(name) is reward
-    except ValueError:
-        importable = False
-    if not importable:
-        raise ValueError(
-            f"reward_timeout={args.reward_timeout}: no process can import {name}; expected a function of a module"
-        )
-    return name

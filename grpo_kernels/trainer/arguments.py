@@ -303,8 +303,6 @@ class TrainArguments:
             ((a.model_name_or_path is None) != (a.dataset_name is None),
              f"{'dataset_name' if a.dataset_name is None else 'model_name_or_path'} is missing; without both, the run "
              "is the generated arithmetic task"),
-            (a.answer_column == a.prompt_column,
-             f"the column {a.answer_column!r} is named by prompt_column and answer_column"),
             (not a.reward_funcs and not teaches,
              "reward_funcs is empty; expected names of built-in rewards, module:function, or path/file.py:function"),
             (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),

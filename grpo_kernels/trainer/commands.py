@@ -15,7 +15,6 @@ from accelerate.utils import broadcast_object_list
 from ..benchmarks.machine import peak, restart_peak
 from . import RunError, evaluate
 from . import demo as demonstration
-from .adamw import bytes_of_masters
 from .arguments import TrainArguments, parse
 from .loop import Trainer
 from .ranks import on_cpu
@@ -113,12 +112,6 @@ def _one_step(run: Run) -> None:
     if before is not None:
         more = (peak(device) - before) / MIB
         print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
-    if copies := bytes_of_masters(run.optimizer):
-        print(f"           {copies / MIB:,.1f} MiB of it are float32 copies of the trained weights, which AdamW steps")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
-    for name, meaning in (
-        ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
-        ("completions/clipped_ratio", "of the completions do not end within max_completion_length"),
-    ):
-        if share := trainer.progress.rollout_numbers[name]:
-            print(f"note       {share:.0%} {meaning}")
+    share = trainer.progress.rollout_numbers["zero_gradient_groups"]
+    print(f"groups     {share:.0%} have equal rewards: nothing is learned from them")

@@ -135,22 +135,20 @@ class Run:
     def _score_a_token(self) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
         and where the model is prepared, since parameters are whole in its forward alone. Broken weights show too."""
-        a, inputs = self.arguments, self._first_inputs
+        option = "model_name_or_path"
         try:
             if not math.isfinite(logp := self._logp_of_a_token()):
                 raise ValueError(f"the log-probabilities of its tokens are {logp}; expected weights that are finite")
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"model_name_or_path={a.model_name_or_path}: {error}") from error
-        if self.teacher is not None:
-            try:
-                rows = len(self.teacher(inputs, self.vocab_size).weight)
+            if self.teacher is not None:
+                option = "teacher_model_name_or_path"
+                rows = len(self.teacher(self._first_inputs, self.vocab_size).weight)
                 if rows < self.vocab_size:
                     raise ValueError(f"its lm_head has {rows} rows, the model's {self.vocab_size}; expected as many")
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"teacher_model_name_or_path={a.teacher_model_name_or_path}: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{option}={getattr(self.arguments, option)}: {error}") from error
 
     def _try_to_save(self) -> None:
-        """What of the model can be saved, beside the weights; raises ValueError where it or the tokenizer cannot."""
+        """Raise ValueError where model or tokenizer cannot be saved."""
         config = getattr(self.bare_policy.lm, "generation_config", None)
         if config is not None:
             try:
@@ -160,11 +158,9 @@ class Run:
                 print("generation_config has options of sampling without do_sample: it gets do_sample", file=sys.stderr)
         try:
             with tempfile.TemporaryDirectory(dir=self.folder, prefix=".trial-", suffix=".partial") as folder:
-                if self.arguments.use_peft:  # which saves no adapter without its tensors
-                    self.bare_policy.lm.active_peft_config.save_pretrained(folder)
-                    self.tokenizer.save_pretrained(folder)
-                else:
-                    self.write_model(Path(folder), {})
+                if not self.arguments.use_peft:  # PEFT saves no adapter without its tensors
+                    save_model(self.bare_policy.lm, Path(folder), {})
+                self.tokenizer.save_pretrained(folder)
         except Exception as error:  # of many types, of transformers, tokenizers and the system
             raise ValueError(
                 f"output_dir={self.folder}: model and tokenizer cannot be saved: {type(error).__name__}: {error}"
@@ -257,23 +253,21 @@ class Run:
             for name, now in _environment().items():
                 if (written := state["environment"].get(name)) != now:
                     print(f"{folder} was written with {name}={written}, now {now}: results may differ", file=sys.stderr)
-            self._load(state)
+            if state["optimizer"] is not None:
+                options = StateDictOptions(full_state_dict=True, strict=False)  # without gradients there is no state
+                set_optimizer_state_dict(
+                    self.bare_policy, self.optimizer.optimizer, state["optimizer"], options=options
+                )
+                check_state_of(self.optimizer)
+            self.scheduler.load_state_dict(state["scheduler"])
+            if self.reference is not None:
+                self.reference.load_state_dict(state["reference"])
         except Exception as error:  # of many types: the checkpoint is data
             raise RunError(
                 f"{folder}/{STATE} does not fit the model: {type(error).__name__}: {error}; a new run may begin with "
                 f"model_name_or_path={folder}"
             ) from error
         return progress
-
-    def _load(self, tensors: dict[str, Any]) -> None:
-        """Set optimizer, scheduler and reference policy to what `save` wrote."""
-        if tensors["optimizer"] is not None:
-            options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
-            set_optimizer_state_dict(self.bare_policy, self.optimizer.optimizer, tensors["optimizer"], options=options)
-            check_state_of(self.optimizer)
-        self.scheduler.load_state_dict(tensors["scheduler"])
-        if self.reference is not None:
-            self.reference.load_state_dict(tensors["reference"])
 
     def close(self) -> None:
         if self.rewards is not None:
@@ -328,31 +322,17 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
     return prompts[: a.eval_max_prompts] if held_out else prompts
 
 
-def _absolute(reward: Any) -> Any:
-    """path/file.py:function by its absolute path: the import of another reward may change the working directory."""
-    path, _, name = reward.rpartition(":") if isinstance(reward, str) else ("", "", "")
-    return f"{Path(path).absolute()}:{name}" if path.endswith(".py") else reward
-
-
 def make_rewards(
-    a: TrainArguments,
-    prompts: Sequence[Prompt],
-    held_out: Sequence[Prompt],
-    given: Given = NOTHING,
+    a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
 ) -> Rewards | None:
     """The reward functions, which find the columns that they read; None where options name none."""
     if not a.reward_funcs:
         return None
-    rewards = Rewards(
-        [_absolute(reward) for reward in given.rewards or a.reward_funcs],
-        a.reward_weights,
-        timeout=a.reward_timeout,
-    )
+    rewards = Rewards(list(given.rewards or a.reward_funcs), a.reward_weights, timeout=a.reward_timeout)
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
-        names = {name: None for prompt in part for name in prompt.columns}
         try:
             if part:
-                rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in names})
+                rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in part[0].columns})
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
     return rewards
