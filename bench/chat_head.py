@@ -32,7 +32,7 @@ from grpo_kernels.benchmarks.machine import environment, write
 from grpo_kernels.benchmarks.measure import interleave, peak_of_call
 from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
 from grpo_kernels.benchmarks.reference import errors, reference, relative_error
-from grpo_kernels.trainer.smollm2 import smollm2
+from grpo_kernels.trainer.demo import smollm2
 
 QUESTIONS = (
     "Tell me a short story about a fox.", "How does a bicycle stay upright?", "Why is the sky blue?",

@@ -34,10 +34,10 @@ import torch
 
 from grpo_kernels.benchmarks.machine import environment, now, read, write
 from grpo_kernels.trainer.arguments import parse
+from grpo_kernels.trainer.demo import smollm2
 from grpo_kernels.trainer.loop import Trainer
 from grpo_kernels.trainer.rewards.answers import last_number
 from grpo_kernels.trainer.run import Run
-from grpo_kernels.trainer.smollm2 import smollm2
 from grpo_kernels.trainer.tasks import TASKS
 
 OURS = "grpo-kernels train"

@@ -6,14 +6,10 @@ test_pitfall_NN_...: by the number in the list of what goes wrong in GRPO traine
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import re
-import signal
 import struct
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -21,19 +17,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import TEMPLATE, tiny_chat
-from transformers import AutoTokenizer
 
 from grpo_kernels.trainer import RunError
-from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels.trainer.data import load_prompts
 from grpo_kernels.trainer.rewards import Rewards
 from grpo_kernels.trainer.rewards import worker as module
-from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number, reply
+from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number
 
 NAN = float("nan")
 OWN = """
-import asyncio, os, re, signal, sys, time
+import asyncio, os, re, sys, time
 
 def length(prompts, completions, completion_ids, **columns):
     return [float(len(c)) for c in completions]
@@ -43,21 +35,18 @@ def acts(completions, log_extra, data=None, **_):
         if word == "match":
             re.match("(a+)+$", "a" * 60 + "b")
         if word == "sleep":
-            open(os.environ["ASLEEP"], "w").close()
             time.sleep(1000)
         if word == "leave":
             os._exit(3)
         if word == "raise":
             raise ZeroDivisionError("of my own")
-        if word == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if word == "nap":
+            time.sleep(0.4)
         if word == "answer":
             os.write(int(sys.argv[1]), data[i])
             time.sleep(1000)
-        if word == "circle":
-            circle = []
-            circle.append(circle)
-            log_extra("circle", [circle] * len(completions))
+        if word == "key":
+            log_extra("key", [{(1, 2): 3}] * len(completions))
     return [1.0] * len(completions)
 
 def only_answers(completions, answer):
@@ -210,13 +199,13 @@ def test_a_process_gives_the_bits_that_a_call_here_gives(make):
 @in_both
 def test_results_of_the_wrong_length_or_type_are_named(timeout, make):
     rewards = make("own_rewards:wrong", timeout=timeout)
-    number = "for a completion, expected a number or None"
+    number = "for a completion, expected a number, None, or"
     for kind, text in {
         "dict": "dict, expected a list of 1 numbers", "str": "str, expected a list", "none": "0 values, expected 1",
         "array": f"{'float' if timeout else 'ndarray'}, expected a list", "text": f"'1' {number}",
         "bytes": f".*1.* {number}", "object": f".*object object at .* {number}", "long": f".* {number}",
         "steps": rf"\['2'\] {number}",
-        "no step": r"\[\] for a completion, expected a number for each of its steps, at least",
+        "no step": rf"\[\] {number}",
     }.items():  # fmt: skip
         with pytest.raises(RunError, match=f"reward 'wrong' returned {text}") as caught:
             score(rewards, ["a"], kind=[kind])
@@ -230,9 +219,9 @@ def test_a_column_that_cannot_be_copied_is_one_sentence(timeout, make):
 
 
 def test_what_json_lacks_costs_the_completion_alone(make):
-    batch = score(make("own_rewards:acts", timeout=20.0), ["a", "circle"])
+    batch = score(make("own_rewards:acts", timeout=20.0), ["a", "key"])
     assert_total(batch, [1.0, NAN])
-    assert "Circular reference" in batch.failures[0].message
+    assert "its answer cannot be JSON" in batch.failures[0].message
 
 
 # ---- what comes from a process is data ------------------------------------------------------------------------------
@@ -250,10 +239,8 @@ class Touch:
 
 @pytest.mark.parametrize("answer", [
     b"\xff\xfe garbage", b"[" * 100_000, b"5", b'{"value": [1.0]}',
-    b'{"value": [1], "metrics": {"a": ["x"]}, "extra": {}, "error": null}',
-    b'{"value": [1], "metrics": {"a": []}, "extra": {}, "error": null}',
-    b'{"value": [1], "metrics": {}, "extra": {"a": 1}, "error": null}',
-    b'{"value": [1], "metrics": {}, "extra": {}, "error": 1}',
+    *(b'{"value": [1], "metrics": {%s}, "extra": {%s}, "error": %s}' % parts for parts in (
+        (b'"a": ["x"]', b"", b"null"), (b'"a": []', b"", b"null"), (b"", b'"a": 1', b"null"), (b"", b"", b"1"))),
 ], ids=range(8))  # fmt: skip
 def test_an_answer_that_is_none_is_said(answer):
     with pytest.raises(ValueError, match=": "):
@@ -264,39 +251,25 @@ def message(data):
     return struct.pack("!i", len(data)) + data
 
 
-@pytest.mark.parametrize(("data", "why"), [
-    (lambda path: message(pickle.dumps(Touch(path))), "is no answer: "),
-    (lambda path: struct.pack("!iQ", -1, 1 << 60), "is no answer: "),
-    (lambda path: struct.pack("!i", 1 << 30), "is no answer: "),
-    (lambda path: message(b"[1.0, 2.0]")[:-3], "timed out"),
-    (lambda path: message(b"")[:2], "timed out"),
-], ids=range(5))  # fmt: skip
-def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, why, make, tmp_path, monkeypatch):
-    """It is counted, by its reason; the trainer runs nothing of it, waits no longer than its limit, and goes on."""
-    monkeypatch.setattr(module, "WALL_PER_CPU", 5 if why == "timed out" else 1000)
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("data", [
+    lambda path: message(pickle.dumps(Touch(path))), lambda path: struct.pack("!iQ", -1, 1 << 60),
+], ids=["pickle", "long"])  # fmt: skip
+def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, make, tmp_path):
+    """It is counted, by its reason; the trainer runs nothing of it, and goes on."""
     sent = data(tmp_path / "made")
     batch = score(make("own_rewards:acts", timeout=0.2), ["a", "answer", "c"], data=[sent] * 3)
     assert_total(batch, [1.0, NAN, 1.0])
     [failure] = batch.failures
-    assert failure.row == 1 and "'own_rewards:acts'" in failure.message and why in failure.message
+    assert failure.row == 1 and "'own_rewards:acts'" in failure.message and "is no answer: " in failure.message
     assert not (tmp_path / "made").exists()
-
-
-def test_a_process_that_reads_nothing_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(module, "WALL_PER_CPU", 5)
-    worker = module.Worker("own_rewards:length", 0.2)
-    worker.call(pickle.dumps(dict(completions=["a"], prompts=[], completion_ids=[])))
-    os.kill(worker.process.pid, signal.SIGSTOP)
-    result = worker.call(pickle.dumps(dict(completions=["a" * 10_000_000], prompts=[], completion_ids=[])))
-    assert result.late and "timed out" in result.error[0]
-    worker.close()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("given", "text"), [
-    (dict(specs=["no_such"]), "'no_such' is none of the built-in ones (exact_answer, arithmetic, gsm8k"),
+    (dict(specs=["no_such"]), "'no_such' is none of the built-in ones; expected one of exact_answer, arithmetic"),
     (dict(specs=["no_module:f"]), "module 'no_module' cannot be imported: ModuleNotFoundError"),
     (dict(specs=["folder/own.py"]), "'folder/own.py' names no function; expected module:function or"),
     (dict(specs=["own_rewards:"]), "names no function"),
@@ -304,7 +277,6 @@ def test_a_process_that_reads_nothing_is_not_waited_for(monkeypatch):
     (dict(specs=["own_rewards:value"]), "'value' of module 'own_rewards' is 3, expected a function"),
     (dict(specs=["format"], weights=[1.0, 2.0]), "expected one finite number for each of 1 functions"),
     (dict(specs=["format"], weights=[NAN]), "expected one finite number"),
-    (dict(specs=["gsm8k"], pattern="a"), "a pattern has no effect without the reward 'format'"),
     (dict(specs=["format"], timeout=0), "reward timeout is 0, expected seconds above 0"),
     (dict(specs=["format", "format"]), "two reward functions have the same name"),
 ])  # fmt: skip
@@ -340,27 +312,12 @@ def patient(monkeypatch):
     monkeypatch.setattr(module, "WALL_PER_CPU", 1000)
 
 
-def wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def state_of(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
-
-
 @pytest.mark.parametrize(("hang", "why"), [
     ("match", "0.2 s of CPU"), ("sleep", "2 s of wall-clock"), ("leave", "ended with status 3"),
 ])  # fmt: skip
-def test_pitfall_12_a_reward_that_hangs_is_killed(hang, why, make, tmp_path, monkeypatch):
+def test_pitfall_12_a_reward_that_hangs_is_killed(hang, why, make, monkeypatch):
     """In the middle of the batch; scores are by index, and the next batch is scored as if nothing had been."""
     monkeypatch.setattr(module, "WALL_PER_CPU", 10 if hang == "sleep" else 1000)
-    monkeypatch.setenv("ASLEEP", str(tmp_path / "asleep"))
     rewards = make("own_rewards:acts", timeout=0.2)
     batch = score(rewards, ["a", hang, "aaa"])
     assert_total(batch, [1.0, NAN, 1.0])
@@ -390,42 +347,9 @@ def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(hanging, make, mo
 
 
 @pytest.mark.usefixtures("patient")
-def test_pitfall_12_cpu_time_decides_and_not_the_load_of_the_machine(make):
-    """A process that stops itself in a call needs no CPU time: longer than the limit, it is within it."""
-    rewards = make("own_rewards:acts", timeout=0.3)
-    assert_total(score(rewards, ["a"]), [1.0])
-    pid = rewards.functions[0].worker.process.pid
-
-    def go_on():
-        wait_until(lambda: state_of(pid) == "T")
-        time.sleep(0.4)
-        os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    assert_total(score(rewards, ["stop"]), [1.0])
-    thread.join()
-    assert rewards.functions[0].worker.process.pid == pid
-
-
-def test_pitfall_12_a_worker_ends_with_the_trainer(own_module, tmp_path):
-    """SIGKILL in the middle of a call that would not end for 1000 seconds."""
-    code = f"""
-    import pickle, sys
-    sys.path += [{str(own_module)!r}, {str(Path(module.__file__).parent)!r}]
-    from worker import Worker
-    worker = Worker("own_rewards:acts", 100)
-    worker.call(pickle.dumps(dict(completions=["a"])))
-    print(worker.process.pid, flush=True)
-    worker.call(pickle.dumps(dict(completions=["sleep"])))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    environment = os.environ | {"ASLEEP": str(tmp_path / "asleep")}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:
-        pid = int(owner.stdout.readline())
-        wait_until((tmp_path / "asleep").exists)
-        owner.kill()
-    wait_until(lambda: state_of(pid) in ("gone", "Z"))
+def test_pitfall_12_cpu_time_decides(make):
+    """Of a busy machine, which keeps a process waiting: longer than the limit, it is within it."""
+    assert_total(score(make("own_rewards:acts", timeout=0.3), ["a", "nap"]), [1.0, 1.0])
 
 
 @pytest.mark.parametrize("gold", ["", "####", "#### x", "3 or 4", "#### 1/0", None])
@@ -503,35 +427,11 @@ def test_exact_answer():
         Rewards(["arithmetic"]).check({"prompt": ["1"]})
 
 
-THINKS = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(tiny_chat(tmp_path_factory.mktemp("chat")))
-
-
-@pytest.mark.parametrize(("pattern", "timeout"), [
-    (None, None), ("<think>.*</think>\\s*<answer>.*</answer>", None), (".*</think>\\s*<answer>.*</answer>", 20.0),
-])  # fmt: skip
-def test_format_counts_the_tag_that_a_prompt_ends_with(pattern, timeout, tokenizer, make, monkeypatch):
-    """By the chat template, in a message of the assistant that is continued, or in a text."""
-    user = [{"role": "user", "content": "begin with <think>"}]
-    right, rest = "<think>\n1</think><answer>2</answer>", "1</think> <answer>2</answer>"
-    begun = [*user, {"role": "assistant", "content": "<think>\n"}]
-    for template, prompt, expected in (
-        (TEMPLATE, user, [1.0, 0.0]), (TEMPLATE, begun, [0.0, 1.0]), (TEMPLATE, "2? <think>", [0.0, 1.0]),
-        (TEMPLATE, "<think> 2?", [1.0, 0.0]), (THINKS, user, [0.0, 1.0]), (THINKS, begun, [0.0, 1.0]),
-        (THINKS, "2?", [1.0, 0.0]),
-    ):  # fmt: skip
-        monkeypatch.setattr(tokenizer, "chat_template", template)
-        rewards = make("format", pattern=pattern, timeout=timeout)
-        rewards.check_form(tokenizer, load_prompts([{"prompt": prompt}], tokenizer=tokenizer))
-        completions = [reply(prompt, text) for text in (right, rest)]
-        given = dict(prompts=[prompt] * 2, completions=completions, completion_ids=[[1]] * 2, columns={}, step=0)
-        if pattern:  # of the completion with or without the tag
-            expected = [1.0, float(bool(expected[1]) or pattern[0] == ".")]
-        assert rewards.score(**given).total.tolist() == expected, (template, prompt)
+@pytest.mark.parametrize("text", ["1</think> <answer>2</answer>", "<think>\n1</think><answer>2</answer>\n"])
+def test_the_first_tag_may_be_the_end_of_the_prompt(text):
+    """As chat templates of thinking models write it."""
+    messages = [[{"role": "assistant", "content": text}]]
+    assert score(["format"], [text]).total.tolist() == score(["format"], messages).total.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("text", [
@@ -541,24 +441,3 @@ def test_format_counts_the_tag_that_a_prompt_ends_with(pattern, timeout, tokeniz
 ], ids=range(10))  # fmt: skip
 def test_what_has_not_the_form_soon_has_0(text):
     assert score(["format"], [text, f" <think>{'<' * 9}\n</think>\n<answer></answer>\n"]).total.tolist() == [0.0, 1.0]
-
-
-def test_a_form_that_no_text_can_have_is_one_sentence(tokenizer):
-    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>", "<answer>"]})
-    for pattern, of, lost in (
-        (None, tokenizer, "</think>, <answer>"), (".*<answer>.*", tokenizer, "<answer>"),
-        (None, arithmetic_tokenizer(32), "<think>, </think>, <answer>, </answer>"),
-    ):  # fmt: skip
-        text = (
-            f"^reward 'format' would be 0 for every completion: the text that rewards get never has {lost}, for which"
-        )
-        with pytest.raises(ValueError, match=text):
-            Rewards(["format"], pattern=pattern).check_form(of, [])
-    for fine in (Rewards(["format"], pattern="<think>.*"), Rewards([exact_answer])):
-        fine.check_form(tokenizer, [])
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_pattern_that_hangs_is_killed(make):
-    rewards = make("format", pattern="(a+)+", timeout=0.3)
-    assert_total(score(rewards, ["aa", "b", "a" * 60 + "b"]), [1.0, 0.0, NAN])

@@ -128,17 +128,12 @@ def test_a_prompt_ends_with_no_end_of_sequence_unsaid(capsys):
     made._tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, id)])
     rows = [{"prompt": "1"}, {"prompt": "2"}, {"prompt": f"3{end}"}]
     assert [p.ids for p in load_prompts(rows, tokenizer=made)] == [[2], [3], [4, id]]
-    appended, own = capsys.readouterr().err.splitlines()
+    (appended,) = capsys.readouterr().err.splitlines()
     sentence = "the data: {} of 3 prompts (the first in row {}) end with an end of sequence, {!r}, {}"
     why = "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"
     assert appended == sentence.format(3, 0, end, why)
-    why = "after which no completion goes on: does the chat template heed add_generation_prompt?"
-    assert own == sentence.format(1, 2, end, why)
     made.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
     assert load_prompts([{"prompt": CHAT}], tokenizer=made)[0].ids == [2, id, 3, id]
-    assert "1 of 1 prompts (the first in row 0) end with" in capsys.readouterr().err
-    made.chat_template = TEMPLATE
-    load_prompts([{"prompt": CHAT}], tokenizer=made)
     assert capsys.readouterr().err == ""
 
 
@@ -152,12 +147,12 @@ GOOD = {"prompt": "1+1="}
     ([{"question": "1", "answer": "1"}], r"has no column \"prompt\"; found 'question', 'answer'"),
     ([{}], r"has no column \"prompt\"; found no columns"),
     ([GOOD, {"question": "1"}], r"row 1: the prompt is None; expected"),
-    ([GOOD, "", "{'prompt': 1}"], r"a.jsonl, line 3 is not JSON: Expecting property name"),
-    ([GOOD, "[1]"], r"a.jsonl, line 2 is \[1\]; expected an object with the prompt under its name"),
+    ([GOOD, "", "{'prompt': 1}"], r"a.jsonl.*: line 3 is not JSON: Expecting property name"),
+    ([GOOD, "[1]"], r"row 1 of the data is \[1\]; expected an object with the prompt by its name"),
     ([GOOD, {"prompt": 7}], r"row 1: the prompt is 7; expected a text or a list of messages"),
     ([GOOD, {"prompt": []}], r"row 1: the prompt is \[\]; expected"),
     ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], r"row 0: the prompt is .*; expected"),
-    ([GOOD, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"], r"a.jsonl, line 2 is not JSON: .*recursion"),
+    ([GOOD, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"], r"a.jsonl.*: line 2 is not JSON: .*recursion"),
     ([GOOD, {"prompt": "1\ud800"}], r"row 1: the tokenizer refuses the prompt '1\\ud800': "),
     ([GOOD, {"prompt": ""}], r"row 1: the prompt '' has no tokens"),
     ([{"prompt": CHAT}], r"row 0: the prompt is a list of messages, and the tokenizer has no chat template"),
@@ -175,12 +170,12 @@ def test_what_a_template_raises_is_shown(with_bos):
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("b.jsonl", b"\xff\xfe", "cannot read .*b.jsonl: it is not UTF-8"),
-    ("c.txt", b"", r"cannot read .*c.txt; expected 'arithmetic', .* a file \(.jsonl, .json, .csv, .parq"),
-    ("d.parquet", b"1", "cannot read .*d.parquet: "),
-    ("e.json", b"[1]", "e.json, row 0 is 1; expected an object with the prompt under its name"),
-    ("f.json", b"[1", "f.json is not JSON: "),
-    ("g.csv", b"prompt\n1,2", "g.csv, row 0 has more values than the first line has names"),
+    ("b.jsonl", b"\xff\xfe", "cannot load data set .*b.jsonl.*utf-8"),
+    ("c.txt", b"", r"cannot load data set .*c.txt.*; expected 'arithmetic', .* a file \(.jsonl, .json, .csv, .parq"),
+    ("d.parquet", b"1", "cannot load data set .*d.parquet"),
+    ("e.json", b"[1]", "row 0 of the data is 1; expected an object with the prompt by its name"),
+    ("f.json", b"[1", "f.json.*: it is not JSON: "),
+    ("g.csv", b"prompt\n1,2", "g.csv.*: a row has more values than the first line has names"),
 ])  # fmt: skip
 def test_bad_files_are_one_sentence(name, content, message, tmp_path, words):
     (tmp_path / name).write_bytes(content)
@@ -197,8 +192,7 @@ GOLD = {"columns": Columns("prompt", "gold")}
     ([{"question": "1"}], {}, "the data has no column \"prompt\"; found 'question': prompt_column names it"),
     ([{"prompt": "1"}], GOLD, "no column \"gold\"; found 'prompt': answer_column"),
     ([{"prompt": "1", "answer": "2", "gold": "3"}], GOLD, "the data has a column 'answer' beside answer_column=gold"),
-    ([7], {}, "the data, row 0 is 7; expected an object"),
-    ([{"prompt": "1", "levels": json.loads("[" * 101 + "]" * 101)}], {}, "'levels' is nested more than 100 levels"),
+    ([7], {}, "row 0 of the data is 7; expected an object"),
     ("arithmetic", {"config": "main"}, "dataset_config='main' with 'arithmetic'"),
     ("arithmetic", {"split": "dev"}, "split='dev' of the generated task 'arithmetic'; expected 'train' or 'test'"),
 ])  # fmt: skip

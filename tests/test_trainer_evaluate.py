@@ -17,7 +17,7 @@ from training import run as train
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import evaluate as module
 from grpo_kernels.trainer.data import Prompt
-from grpo_kernels.trainer.evaluate import evaluate, majority_at_k, pass_at_k
+from grpo_kernels.trainer.evaluate import evaluate, pass_at_k
 
 PROMPTS = [Prompt(f"{n}+1=", [n], {"answer": str(n + 1)}) for n in range(6)]
 
@@ -50,17 +50,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(samples):
             assert pass_at_k(samples, correct, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-15)
 
 
-@pytest.mark.parametrize(("answers", "correct", "expected"), [
-    ("abb", [1, 0, 0], 0.0),
-    ("ba", [0, 1], 0.5),  # a tie counts in part, whatever the order
-    ("abcd", [0, 0, 0, 1], 0.25),
-    ([None, None, "a"], [0, 0, 1], 1.0),  # no answer, no vote
-    ([None, None], [0, 0], 0.0),
-])  # fmt: skip
-def test_majority(answers, correct, expected):
-    assert majority_at_k(list(answers), [bool(mark) for mark in correct]) == expected
-
-
 # --- evaluate ---------------------------------------------------------------------------------------------------------
 
 
@@ -72,7 +61,6 @@ def test_means_over_problems():
         "greedy_reward": pytest.approx(1.5 / 5), "pass_at_1": pytest.approx(2 / 4 / 6), "pass_at_k": {
             "1": pytest.approx(2 / 4 / 6), "2": pytest.approx(5 / 6 / 6), "4": pytest.approx(1 / 6),
         },
-        "majority_at_k": pytest.approx((2 / 4) / 6),  # "1", "0", "1!", "?": a vote each
         "best_of_n": pytest.approx(1.5 / 6), "greedy": pytest.approx(1 / 6), "mean_length": pytest.approx(25 / 24),
         "problems": 6, "samples": 4, "unscored": 1, "examples": [
             {"prompt": f"{i}+1=", "completion": text, "reward": reward}
@@ -83,14 +71,14 @@ def test_means_over_problems():
 
 
 def test_accuracy_only_where_rewards_say_what_is_correct():
-    accuracies = {"pass_at_1", "pass_at_k", "majority_at_k", "greedy"}
+    accuracies = set(module.ACCURACIES)
     for answers, known in ((["1", "0"], True), (["1", "1!"], False), (["0!"], False), (["?"], False)):
         found = evaluated(answers, num_samples=2)
         assert (accuracies <= found.keys()) == known == bool(accuracies & found.keys())
         assert known == ("pass@1" in module.table(found)) == ("no pass@k" not in module.table(found))
     assert found["reward"] is found["greedy_reward"] is found["best_of_n"] is None and found["unscored"] == 12
     found = evaluated(["0!"], correct_at=0.5)
-    assert found["pass_at_1"] == found["majority_at_k"] == 1.0
+    assert found["pass_at_1"] == 1.0
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -107,7 +95,7 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
     argv = [str(model), "--dataset-name", str(data), "--reward-funcs", "exact_answer", "--max-completion-length", "5"]
     assert main(["evaluate", *argv, "--num-samples", "2"]) == 0
     found = capsys.readouterr()
-    assert "12 problems, 2 samples each" in found.out and "majority@2" in found.out
+    assert "12 problems, 2 samples each" in found.out and "pass@2" in found.out
     assert "Loading weights" not in found.err
 
     Path("no-model").mkdir()
@@ -117,11 +105,10 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
         "no-such": "no-such is neither the output folder of a run nor its checkpoint; a model needs --dataset-name a",
         "run/model": "run/model is neither the output folder of a run nor its checkpoint; a model needs",
         "run --num-samples 0": "num_samples=0; expected at least 1",
-        "run --ks 1 8": "ks=[1, 8]; expected numbers from 1 to num_samples=4",
-        "run --max-prompts -1": "max_prompts=-1; expected at least 1",
-        "run --max-completion-length 0": "max_completion_length=0; expected at least 1",
-        "run --temperature -1": "temperature=-1.0; expected at least 0",
-        "run --correct-at nan": "correct_at=nan; expected a number",
+        "run --max-prompts -1": "eval_max_prompts=-1; expected",
+        "run --max-completion-length 0": "max_completion_length=0; expected",
+        "run --temperature 0": "temperature=0.0; expected",
+        "run --correct-at nan": "correct_at=nan; expected",
         "run --output .": "output=.; expected a file, in a folder that exists",
         "run --output /no/such/folder/x.json": "x.json; expected a file, in a folder that exists",
         "run --dataset-test-split dev": f"dataset_test_split='dev': {data} is one split",
@@ -143,19 +130,13 @@ def test_nothing_that_a_folder_names_is_executed(model, data, tmp_path, monkeypa
     }
     Path("made").unlink()
     sys.modules.pop(str(tmp_path / "mine.py"))
-    own, built_in, trusts = (
-        ["--reward-funcs", "mine.py:f"],
-        {"reward_funcs": ["arithmetic"]},
-        {"trust_remote_code": True},
-    )
+    own, built_in = ["--reward-funcs", "mine.py:f"], {"reward_funcs": ["arithmetic"]}
     for changes, words, message in (
         ({}, [], ".json names reward functions that are code: 'mine.py:f'; to run it, expected --reward-funcs with"),
         ({"reward_funcs": ["arithmetic", "mine:f"]}, [], "reward functions that are code: 'arithmetic', 'mine:f'"),
-        (trusts, own, "the run had trust_remote_code; to run the code of the model's repository,"),
         ({"temperature": "hot"}, own, ".json: temperature='hot' is a str; expected float"),
         ({"reward_funcs": [["mine.py:f"]]}, [], ".json: reward_funcs=[['mine.py:f']] is a list; expected list[str]"),
-        (built_in, [], ""),
-        (built_in | trusts, ["--no-trust-remote-code"], ""),
+        (built_in | {"trust_remote_code": True}, [], ""),
         ({}, own, ""),
     ):
         for path, saved in written.items():
@@ -164,7 +145,7 @@ def test_nothing_that_a_folder_names_is_executed(model, data, tmp_path, monkeypa
             status = main(["evaluate", target, *words, "--num-samples", "1"])
             assert status == (2 if message else 0) and message in capsys.readouterr().err, (changes, words)
             assert Path("made").exists() == (words == own and not message)
-    for words, trusted in (([], False), (["--trust-remote-code"], True), (["--no-trust-remote-code"], False)):
+    for words, trusted in (([], False), (["--trust-remote-code"], True)):
         for target in ("run", "run/checkpoint-1", str(model)):
             options = module.parser().parse_args([target, *own, *words, "--dataset-name", str(data)])
             assert module.resolve(options)[1].trust_remote_code is trusted
@@ -187,5 +168,5 @@ def test_an_adapter_is_evaluated_from_any_folder(model, data, tmp_path, monkeypa
     assert "dataset_name=gsm8k.csv: there is no such file or folder in" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "base")
     assert main(["evaluate", "../run", "--dataset-name", str(path)]) == 2
-    words = f"names no base model that can be loaded: base_model_name_or_path={tmp_path / 'base'}: there is no such"
+    words = f"base_model_name_or_path={tmp_path / 'base'}: there is no such"
     assert words in capsys.readouterr().err

@@ -9,22 +9,18 @@ import math
 import re
 import shutil
 import sys
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import training
 from accelerate.utils import LoggerType
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from tiny_models import tiny_model
 from training import run
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from grpo_kernels import __version__
 from grpo_kernels.commands.cli import main
-from grpo_kernels.trainer.arguments import TrainArguments, as_typed, parse
+from grpo_kernels.trainer.arguments import TrainArguments, parse
 from grpo_kernels.trainer.run import Run
 
 
@@ -94,20 +90,16 @@ def refused(model, data, tmp_path, capfd):
     ({"ref_model_sync_steps": 4}, ["ref_model_sync_steps=4", "without beta"]),
     ({"reward_funcs": None}, ["reward_funcs is empty"]),
     ({"reward_funcs": "no_such_reward"}, ["no_such_reward", "exact_answer"]),
-    ({"reward_pattern": "a", "reward_funcs": "arithmetic"}, ["pattern has no effect", "format"]),
     ({"model_name_or_path": "no/such/model"}, ["model_name_or_path=no/such/model: there is no such file or folder"]),
     ({"dataset_name": "no.csv"}, ["dataset_name=no.csv: there is no such file or folder"]),
     ({"prompt_column": "question"}, ["has no column \"question\"; found 'prompt', 'answer'"]),
-    ({"answer_column": "prompt"}, ["the column 'prompt' is named by prompt_column and answer_column"]),
     ({"system_prompt": "Be brief."}, ["row 0", "no chat template"]),
     ({"model_name_or_path": None}, ["model_name_or_path is missing"]),
     ({"dataset_name": None}, ["dataset_name is missing"]),
     ({"max_completion_length": 40}, ["max_completion_length=40", "32 positions"]),
     ({"max_completion_length": 28}, ["row 5", "tokens", "the model leaves 4"]),
     ({"loss_options": {"use_bias_correction_kl": True}}, ["use_bias_correction_kl=True", "without beta"]),
-    ({"beta": 0.1, "ref_model_mixup_alpha": 0.3}, ["ref_model_mixup_alpha=0.3", "without ref_model_sync_steps"]),
     ({"lora_r": 4}, ["lora_r=4", "without use_peft"]),
-    ({"vllm_gpu_memory_utilization": 0.5}, ["vllm_gpu_memory_utilization=0.5", "without use_vllm"]),
     ({"vllm_importance_sampling_clip_max": 2.0}, ["clip_max=2.0", "without use_vllm"]),
     ({"eval_steps": 1}, ["eval_steps=1", "eval_dataset_name"]),
     ({"dataset_test_split": "test"}, ["dataset_test_split='test'", "is one split", "eval_dataset_name"]),
@@ -125,43 +117,19 @@ def refused(model, data, tmp_path, capfd):
     ({"resume_from_checkpoint": "/no/such/checkpoint"}, ["/no/such/checkpoint", "no such folder"]),
     ({"teacher_model_name_or_path": "no/such/model"}, ["teacher_model_name_or_path=no/such/model: there is"]),
     ({"loss_options": {"distill_coef": 0.5}}, ["distill_coef=0.5", "without teacher_model_name_or_path"]),
-    ({"distill_only": True}, ["distill_only=True", "without teacher_model_name_or_path"]),
     ({"teacher_model_name_or_path": ".", "loss": "eager"}, ["loss='eager'", "teacher_model_name_or_path"]),
     ({"teacher_model_name_or_path": ".", "loss_options": {"sparse_backward": 0.1}}, ["sparse_backward", "teacher_m"]),
     ({"teacher_model_name_or_path": ".", "loss_options": {"distill_coef": 0.0}}, ["distill_coef=0 leaves"]),
     ({"teacher_model_name_or_path": ".", "loss_options": {"divergence_beta": 0.5}}, ["divergence_beta=0.5 has no"]),
     ({"teacher_model_name_or_path": ".", "loss_options": {"divergence": "kl"}}, ["divergence='kl'", "reverse_kl"]),
-    ({"teacher_model_name_or_path": ".", "distill_only": True, "dynamic_sampling": True}, ["goes by rewards"]),
     ({"teacher_model_name_or_path": "."}, ["teacher_model_name_or_path=/"]),
     ({"use_vllm": True}, ["use_vllm needs vllm: pip install vllm"]),
     ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p", "needs a top_k"]),
-    ({"reward_funcs": "format", "reward_pattern": "(<think>", "model_name_or_path": "/no/such/model"},  # in this order
-     ["reward_pattern='(<think>' is no regular expression: missing )"]),
     ({"reward_funcs": "test_trainer_input:reads_gold"}, ["'reads_gold' reads the column 'gold'; there are: answer"]),
 ])  # fmt: skip
 def test_one_sentence_and_nothing_written(options, words, refused):
     sentence = refused(**options)
     assert all(word in sentence for word in words), sentence
-
-
-def test_the_command_line_names_options_as_they_are_typed(model, data, tmp_path, capfd):
-    words = [
-        "--model-name-or-path",
-        str(model),
-        "--dataset-name",
-        str(data),
-        "--output-dir",
-        str(tmp_path / "max_steps"),
-    ]
-    for given, sentence in (
-        (["--reward-funcs=arithmetic", "--lora-r=4"], "--lora-r 4 has no effect without --use-peft; leave it out"),
-        ([], "--reward-funcs is empty; expected names of"),
-        (["--reward-funcs=arithmetic", "--num-generations=3"], "--num-generations 3 does not divide the 8 completions"),
-    ):
-        assert main(["train", *words, *given]) == 2
-        assert f"grpo-kernels train: {sentence}" in capfd.readouterr().err
-    for text in ("loss_options='{\"max_steps\": 1}'", "/runs/max_steps/x", "the loss of max_steps.py, a seed"):
-        assert as_typed(text) == text.replace("loss_options=", "--loss-options ")
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -250,32 +218,6 @@ def test_what_an_option_needs_is_named(refused, monkeypatch):
     assert refused(use_peft=True) == "grpo-kernels train: use_peft needs peft: pip install peft"
 
 
-def test_a_name_that_no_hub_has_is_refused_at_once(refused, monkeypatch):
-    """Where no hub is reached, transformers and datasets ask for half a minute."""
-    asked, answers = [], []
-
-    def repo_info(self, name, *, repo_type, timeout):
-        asked.append((name, repo_type))
-        raise answers[-1]("no answer")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
-    response = SimpleNamespace(headers={}, status_code=404, request=None, url="")
-    there = f"=no-such-name: there is no such file or folder in {Path.cwd()}, and "
-    for error, words in (
-        (ConnectionError, "https://huggingface.co is not reached: no answer"),
-        (partial(RepositoryNotFoundError, response=response), "no such {kind} at https://huggingface.co"),
-        (HFValidationError, "no such {kind} at https://huggingface.co"),
-    ):
-        answers.append(error)
-        for name, kind in (
-            ("model_name_or_path", "model"), ("teacher_model_name_or_path", "model"), ("dataset_name", "dataset"),
-            ("eval_dataset_name", "dataset"),
-        ):  # fmt: skip
-            option = "dataset_name" if kind == "dataset" else name
-            assert f"{option}{there}{words.format(kind=kind)}" in refused(**{name: "no-such-name"})
-            assert asked.pop() == ("no-such-name", kind)
-
-
 def test_a_model_that_reads_padding_is_refused(model, refused, tmp_path):
     """Its log-probabilities would depend on what else is in a batch."""
     folder = shutil.copytree(model, tmp_path / "model")
@@ -285,9 +227,9 @@ def test_a_model_that_reads_padding_is_refused(model, refused, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"eos_token_id": [0, 32]}, "generation_config.eos_token_id of the model is 32; expected an id from 0 to 31"),
-    ({"eos_token_id": -1}, "generation_config.eos_token_id of the model is -1; expected an id from 0 to 31, the"),
-    ({"eos_token_id": 10**9}, "generation_config.eos_token_id of the model is 1000000000; expected an id from 0"),
+    ({"eos_token_id": [0, 32]}, "of the generation_config of the model is 32; expected an id from 0 to 31"),
+    ({"eos_token_id": -1}, "of the generation_config of the model is -1; expected an id from 0"),
+    ({"eos_token_id": 10**9}, "of the generation_config of the model is 1000000000"),
 ])  # fmt: skip
 def test_ends_that_the_model_has_no_embedding_for(change, words, model, refused, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
@@ -321,7 +263,7 @@ def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
         (two, begin, f"output_dir={two} holds another run"),
         (one, begin, "checkpoint-2 is newer"),
         (one, {"max_steps": 1, "resume_from_checkpoint": "auto"}, "checkpoint-2 is beyond max_steps=1"),
-        (file, {}, "is a file"),
+        (file, {}, "cannot be made: File exists"),
         (file / "run", {}, f"output_dir={file / 'run'} cannot be made: Not a directory"),
     ):
         assert run(model, data, output, **given | options) == 2
@@ -371,14 +313,9 @@ def out_of_gpu_memory(*given, **options):
 
 @pytest.mark.parametrize(("error", "where", "options", "words"), [
     (out_of_cpu_memory, "generate", {},
-     "out of memory (sampling): {}; lower per_device_generation_batch_size=8 or max_completion_length=5"),
-    (out_of_gpu_memory, "fused_grpo_loss", {},
-     "out of memory (updates): {}; lower per_device_train_batch_size=8 (with gradient_accumulation_steps=1 raised as "
-     "much, steps stay the same) or max_completion_length=5, or turn on gradient_checkpointing or use_peft"),
-    (out_of_cpu_memory, "fused_grpo_loss", {"gradient_checkpointing": True, "use_peft": True},
-     "max_completion_length=5"),
-    (out_of_gpu_memory, "fused_logps", {},
-     "out of memory (set-up): {}; a smaller model, fsdp over several GPUs, or use_peft"),
+     "out of memory (sampling): {}; lower per_device_train_batch_size"),
+    (out_of_gpu_memory, "fused_grpo_loss", {}, "out of memory (updates): {}; lower per_device_train_batch_size"),
+    (out_of_gpu_memory, "fused_logps", {}, "out of memory (set-up): {}; lower per_device_train_batch_size"),
 ])  # fmt: skip
 def test_what_to_lower_where_memory_runs_out(error, where, options, words, model, data, tmp_path, monkeypatch, capfd):
     reason = "CUDA out of memory. Tried to allocate 20.00 GiB." if error is out_of_gpu_memory else ""
@@ -389,7 +326,6 @@ def test_what_to_lower_where_memory_runs_out(error, where, options, words, model
         assert "Traceback" not in said, said
         for part in words.format(reason or "#").split("#"):
             assert part in said, said
-        assert not options or "turn on" not in said
 
 
 def test_a_reward_that_changes_what_it_gets_changes_no_step(trained):
@@ -419,14 +355,7 @@ def test_the_wrong_reward_fails_the_dry_run_too(name, where, data, refused, tmp_
 
 
 def test_what_could_not_be_saved_is_known_before_the_first_step(model, refused, tmp_path, monkeypatch, capfd):
-    def full(path):
-        return SimpleNamespace(free=2**20 // 50)
-
     for further in ({}, {"dry_run": True}):
-        with monkeypatch.context() as patched:
-            patched.setattr("grpo_kernels.trainer.saving.shutil.disk_usage", full)
-            words = f"output_dir={tmp_path / 'run'}: a checkpoint takes 0.1 MiB, its disk has 0.0 MiB left"
-            assert words in refused(**further)
         with monkeypatch.context() as patched:
             patched.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", out_of_space)
             assert "run: model and tokenizer cannot be saved: OSError: [Errno 28] no space" in refused(**further)
@@ -440,12 +369,10 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_pat
     output = tmp_path / "run"
     assert run(model, data, output, dry_run=True, beta=0.1, reward_funcs="training:length") == 0
     out = capfd.readouterr().out
-    for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion ",
-                  "MiB for a checkpoint"):  # fmt: skip
+    for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion "):
         assert words in out, out
     assert "1 process," in out and "note       0%" not in out and "float32 copies" not in out
     assert run(model, data, output, dry_run=True, reward_funcs="training:length", dtype="bfloat16") == 0
-    assert re.search(r"0\.\d MiB of it are float32 copies of the trained weights", capfd.readouterr().out)
     assert not output.exists()
 
 
@@ -470,7 +397,7 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
         with pytest.raises(ValueError, match=words):
             parse(["--config", str(path)])
     wrong = ["--max-step", "1", "--delta", "1", "--no-such-option"]
-    guesses = "--max-step (did you mean --max-steps?) 1 --delta (did you mean --loss-options?) 1 --no-such-option\n"
+    guesses = "--max-step (did you mean --max-steps?) 1 --delta 1 --no-such-option\n"
     for words, message in (
         (wrong, guesses), (["--bf16=maybe"], "'maybe'; expected true or false"),
         (["--loss-options={"], "'{': Expecting"), (["--vllm-kwargs=[1]"], "'[1]'; expected an object of JSON"),
@@ -500,7 +427,7 @@ def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):
     names = [field.name.replace("_", "-") for field in dataclasses.fields(TrainArguments)]
     assert sorted(options) == sorted([*names, "config", "version"])
     for words in ("--loss {fused,eager}", "--dtype {float32,bfloat16}", "--loss-type {", "{linear,cosine,",
-                  "--bf16 autocast to bfloat16"):  # fmt: skip
+                  "--bf16 [B] autocast to bfloat16"):  # fmt: skip
         assert words in " ".join(text.split()), words
     assert shown("--version") == shown("train", "--version") == f"grpo-kernels {__version__}\n"
 

@@ -79,18 +79,15 @@ def test_a_teacher_alone_draws_the_policy_to_it(divergence, teacher, trained):
 
 
 def test_rewards_beside_a_teacher(teacher, trained):
-    """The loss is that of the rewards plus the weighted divergence; with distill_only rewards are measured alone. And
-    such a run resumes to the bit."""
+    """The loss is that of the rewards plus the weighted divergence. And such a run resumes to the bit."""
     options = {"reward_funcs": "training:length", "loss_type": "dapo", "save_steps": 1}
     with_teacher = {"teacher_model_name_or_path": teacher, "loss_options": {"distill_coef": 0.3}}
-    (plain, _), (both, _), (alone, _) = (
+    (plain, _), (both, _) = (
         steps(trained(name, max_steps=2, **options, **given))
-        for name, given in {"plain": {}, "both": with_teacher, "alone": with_teacher | {"distill_only": True}}.items()
+        for name, given in {"plain": {}, "both": with_teacher}.items()
     )
-    assert plain["reward"] == both["reward"] == alone["reward"] and "divergence" not in plain
+    assert plain["reward"] == both["reward"] and "divergence" not in plain
     assert both["loss"] == pytest.approx(plain["loss"] + 0.3 * both["divergence"], rel=1e-4, abs=1e-6)
-    assert alone["loss"] == pytest.approx(0.3 * alone["divergence"], rel=1e-4)
-    assert "zero_gradient_groups" in both and "zero_gradient_groups" not in alone
     trained("parts", max_steps=1, **options, **with_teacher)
     parts = trained("parts", max_steps=2, resume_from_checkpoint="auto", **options, **with_teacher)
     assert training.same_weights(parts.with_name("both"), parts)
@@ -135,29 +132,12 @@ def test_what_reward_functions_log(trained):
     assert sample["extra"]["reward"] == "2020-01-01" and isinstance(sample["reward"], float)
 
 
-@pytest.mark.parametrize(("pieces", "expected"), [
-    (["a", "\n", "bc", "\nd"], [1, 3, 3]), (["a\nb\n"], [0, 0]), (["ab"], [0]), (["\n", "\n"], [0, 1]),
-    (["a", "b\n", ""], [2]), (["", ""], [1]),
-])  # fmt: skip
-def test_step_ends(pieces, expected):
-    class Words:
-        def decode(self, ids, skip_special_tokens):
-            return "".join(pieces[i] for i in ids)
-
-    assert step_ends(range(len(pieces)), Words(), "\n") == expected
-
-
 def tokenizer_of(kind):
-    """Bytes, some of them joined across characters; words behind a blank, the first of which is stripped; bytes as a
+    """Bytes, some of them joined; words behind a blank, the first of which is stripped; bytes as a
     fallback. With an end that is a special token."""
     if kind == "bytes":
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        merges = [
-            ("a", "\u010a"),
-            ("\u010a", "\u010a"),
-            ("\u010a", "\u00c3"),
-            ("\u00e3", "\u0122"),
-        ]  # a\n, \n\n, \n + part of é
+        merges = [("a", "\u010a"), ("\u010a", "\u010a"), ("\u00e3", "\u0122")]  # a\n, \n\n, part of a character
         words = {word: i for i, word in enumerate([*alphabet, *map("".join, merges)])}
         made = Tokenizer(models.BPE(words, merges))
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -267,14 +247,12 @@ def test_a_reward_that_changes_the_working_directory(model, data, tmp_path, monk
     """When it is imported, and when it is called: paths are those of the directory that the run was started in."""
     text = "import os\nos.chdir('/')\ndef ids(completion_ids, **_):\n    os.chdir('/tmp')\n"
     (tmp_path / "away.py").write_text(text + "    return [float(ids[0]) for ids in completion_ids]\n")
-    (tmp_path / "other.py").write_text("def zero(completions, **_):\n    return [0.0] * len(completions)\n")
     shutil.copytree(model, tmp_path / "model")
     shutil.copy(data, tmp_path / "data.jsonl")
     options = {"model": Path("model"), "data": Path("data.jsonl"), "save_steps": 1, "max_steps": 4,
-               "reward_funcs": ["away.py:ids", "other.py:zero"], "eval_dataset_name": "data.jsonl"}  # fmt: skip
+               "reward_funcs": "away.py:ids", "eval_dataset_name": "data.jsonl"}  # fmt: skip
     for name, further in (
         ("run", {"save_total_limit": 9, "teacher_model_name_or_path": "model"}),
-        ("timed", {"reward_timeout": 9.0}),
         ("resumed", {"resume_from_checkpoint": "run/checkpoint-2", "teacher_model_name_or_path": "model"}),
         ("run", {"resume_from_checkpoint": "auto", "teacher_model_name_or_path": "model"}),
     ):
@@ -375,7 +353,7 @@ def test_two_steps_on_one_rollout_of_the_word_problems(tmp_path):
     given = dict(
         reward_funcs=["gsm8k", "test_trainer_options:vowels"], reward_weights=[1, 0.5], per_device_train_batch_size=4,
         num_iterations=2, max_steps=2, max_completion_length=16, temperature=0.9, beta=0.1, learning_rate=1e-3,
-        per_device_generation_batch_size=3, eval_dataset_name=WORD_PROBLEMS,
+        eval_dataset_name=WORD_PROBLEMS,
         eval_max_prompts=3, eval_num_samples=2, correct_at=1.0,  # that of gsm8k: vowels give less
     )  # fmt: skip
     assert run(model, WORD_PROBLEMS, output, **given) == 0

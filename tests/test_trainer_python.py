@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shutil
@@ -100,16 +99,13 @@ def test_a_second_run_of_a_process_has_its_own_options(model, data, tmp_path):
 
 
 def test_a_generation_config_that_transformers_does_not_save(model, data, tmp_path, capfd):
-    """A temperature without do_sample, which generate() passes over: left out of what is saved, and nothing else."""
+    """A temperature without do_sample, which generate() passes over: it is saved with do_sample."""
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     lm.generation_config.update(temperature=0.6, max_new_tokens=7)
     train(lm, training.length, str(data), options(tmp_path / "run", save_steps=1), processing_class=tokenizer)
-    assert lm.generation_config.temperature == 0.6
-    said = capfd.readouterr().err
-    assert said.count("generation_config: temperature=0.6 is left out of the models that are saved") == 1
+    assert capfd.readouterr().err.count("without do_sample: it gets do_sample") == 1
     saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
-    assert saved["max_new_tokens"] == 7 and "temperature" not in saved
-    assert saved["eos_token_id"] == lm.generation_config.eos_token_id
+    assert (saved["max_new_tokens"], saved["temperature"], saved["do_sample"]) == (7, 0.6, True)
 
 
 def adapted(model, name="default", trainable=True, **changes):
@@ -177,7 +173,7 @@ def test_an_adapter_in_a_folder_is_trained_on(model, data, tmp_path, monkeypatch
         "start", "bare", ignore=lambda folder, names: [n for n in names if "token" in n]
     )  # as PEFT saves it
     for name in ("start", "bare"):
-        given = options(tmp_path / f"of-{name}", learning_rate=0.0, use_peft=True, lora_r=4)
+        given = options(tmp_path / f"of-{name}", learning_rate=0.0, use_peft=True)
         train(name, training.length, rows_of(data), given)
         result = load(tmp_path / f"of-{name}" / "model", model)
         assert torch.equal(logits(result), logits(start))
@@ -185,15 +181,11 @@ def test_an_adapter_in_a_folder_is_trained_on(model, data, tmp_path, monkeypatch
     words = f"{tmp_path / 'start'} is an adapter to {tmp_path / 'base'}; expected use_peft=True, which trains it on"
     with pytest.raises(ValueError, match=re.escape(words)):
         train("start", training.length, rows_of(data), options("run"))
-    shutil.copy("base/config.json", "start")
-    with pytest.raises(ValueError, match=re.escape("start holds a model (config.json) and an adapter; expected one")):
-        train("start", training.length, rows_of(data), options("run", use_peft=True))
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"lora_r": 8}, "lora_r=8: the adapter that is trained on has r=4; leave lora_r out"),
-    ({"lora_alpha": 4}, "lora_alpha=4: the adapter that is trained on has lora_alpha=8; leave lora_alpha out"),
-    ({"lora_target_modules": ["q_proj"]}, "has target_modules=['q_proj', 'v_proj']; leave lora_target_modules out"),
+    ({"lora_r": 8}, "lora_r=8 has no effect on an adapter that is trained on; leave it out"),
+    ({"lora_target_modules": ["q_proj"]}, "lora_target_modules=['q_proj'] has no effect on an adapter"),
 ])  # fmt: skip
 def test_options_that_an_adapter_contradicts(changes, words, model, data, tmp_path):
     given = options(tmp_path / "run", use_peft=True, **changes)
@@ -248,24 +240,16 @@ def test_adapters_whose_files_cannot_be_used(model, data, tmp_path):
     named = json.dumps({**json.loads(whole), "base_model_name_or_path": str(tmp_path / "base")})
     for text, words in (
         (whole, "UserWarning: Found missing adapter keys while loading the checkpoint"),
-        (named, f"names {tmp_path / 'base'} as its base model, which is an adapter too; expected a whole model"),
+        (named, f"the base model {tmp_path / 'base'} is an adapter too; expected a whole model"),
     ):
         config.write_text(text)
         with pytest.raises(ValueError, match=re.escape(words)):
             train(start, training.length, rows_of(data), options(tmp_path / "run", use_peft=True))
 
 
-def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path, monkeypatch):
-    def local(completions, **columns):
-        return [0.0] * len(completions)
-
-    words = r"reward_timeout=9.0: no process can import .*local; expected a function of a"
-    with pytest.raises(ValueError, match=words):
-        train(str(model), local, str(data), options(tmp_path / "run", reward_timeout=9.0))
-    (tmp_path / "light_reward.py").write_text("def zero(completions, **_):\n    return [0.0] * len(completions)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    zero = importlib.import_module("light_reward").zero
-    assert train(str(model), zero, str(data), options(tmp_path / "run", reward_timeout=9.0))["steps"] == 3
+def test_a_time_limit_needs_the_name_of_a_function(model, data, tmp_path):
+    with pytest.raises(ValueError, match=r"reward_timeout=9.0: a process imports functions; expected their names"):
+        train(str(model), training.length, str(data), options(tmp_path / "run", reward_timeout=9.0))
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), [
@@ -273,9 +257,9 @@ def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tm
     ({"reward_funcs": 7}, TypeError, "reward_funcs is a int; expected names and functions"),
     ({"train_dataset": 7}, TypeError, "train_dataset is a int; expected rows, a path or a name"),
     ({"eval_dataset": 7}, TypeError, "eval_dataset is a int; expected rows, a path or a name"),
-    ({"reward_funcs": [7]}, TypeError, "reward_funcs holds 7; expected names and functions"),
+    ({"reward_funcs": [7]}, TypeError, "reward_funcs is a int; expected names and functions"),
     ({"eval_dataset": [{"prompt": "1+1="}]}, ValueError, "held-out prompts: reward 'exact_answer' reads the column"),
-    ({"args": {"dataset_name": "x"}}, ValueError, "args.dataset_name='x'; expected the argument train_dataset of"),
+    ({"args": {"dataset_name": "x"}}, ValueError, "args.dataset_name='x'; expected train_dataset of"),
     ({"args": {"dry_run": True}}, ValueError, "args.dry_run=True"),
     ({"args": {"dataset_train_split": "x"}, "train_dataset": [{"prompt": "1"}]}, ValueError, "train_dataset is one"),
     ({"args": {"dtype": "bfloat16"}, "model": None}, ValueError, "args.dtype=bfloat16 with a model of float32"),

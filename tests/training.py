@@ -24,9 +24,8 @@ from safetensors.torch import load_file
 
 from grpo_kernels.trainer import commands
 from grpo_kernels.trainer.arithmetic import start_model
-from grpo_kernels.trainer.files import write_text
 from grpo_kernels.trainer.loop import Trainer
-from grpo_kernels.trainer.rollout import Completion, Sampled, from_lines, to_lines
+from grpo_kernels.trainer.rollout import Completion, Sampled
 
 HERE = Path(__file__).parent
 # Of processes that import these files.
@@ -95,11 +94,13 @@ commands.Trainer = Recorder
 
 def rollouts(output: Path) -> list[list[Completion]]:
     """Those of a run, or of `write_rollout`."""
-    return [from_lines(path) for path in sorted((output / "rollouts").glob("*.jsonl"))]
+    return [torch.load(path, weights_only=False) for path in sorted((output / "rollouts").glob("*.pt"))]
 
 
 def write_rollout(output: Path, index: int, rollout: list[Completion]) -> None:
-    write_text(output / "rollouts" / f"{index:03d}.jsonl", to_lines(rollout))
+    path = output / "rollouts" / f"{index:03d}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(rollout, path)
 
 
 class Replay:

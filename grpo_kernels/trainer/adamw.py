@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from .arguments import ADAMW, TrainArguments
@@ -67,12 +66,6 @@ class MasterAdamW(torch.optim.AdamW):
 def is_low(p: Tensor) -> bool:
     """Whether a parameter has fewer bits than float32."""
     return p.is_floating_point() and p.dtype.itemsize < torch.float32.itemsize
-
-
-def bytes_of_masters(optimizer: Any) -> int:
-    """What the float32 copies of this process take after a step; under FSDP2 those of its shards."""
-    found = [state["master"] for state in optimizer.state.values() if "master" in state]
-    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in found)
 
 
 def check_state_of(optimizer: Any) -> None:

@@ -16,7 +16,6 @@ from .arguments import TrainArguments
 from .data import GIVEN_ROWS
 from .loop import Trainer
 from .model import is_peft_model
-from .rewards.worker import find
 from .run import Given, Run
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def train(
         model: a folder or a name of transformers, or a model, which is trained where it is, without dropout. Of a
             PeftModel the active adapter is trained on; `args.use_peft` goes without saying.
         reward_funcs: one or several: names as on the command line, or functions. A function runs in this process,
-            without limits; with `args.reward_timeout` in a process of its own, which has to be able to import it.
+            without limits; a name with `args.reward_timeout` in a process of its own.
         train_dataset, eval_dataset: rows (a `datasets.Dataset`, a list of dicts), or a name as on the command line.
         args: everything else; what the other arguments say is left out of it. Default: TrainArguments().
         processing_class: the tokenizer; default: that of the model.
@@ -56,34 +55,35 @@ def train(
             args.resume_from_checkpoint="auto" goes on.
     """
     args = TrainArguments() if args is None else args
-    if not isinstance(args, TrainArguments):
-        raise TypeError(f"args is a {type(args).__name__}; expected a TrainArguments")
-    for name, instead in (
-        ("model_name_or_path", "model"), ("dataset_name", "train_dataset"), ("eval_dataset_name", "eval_dataset"),
-        ("reward_funcs", "reward_funcs"),
-    ):  # fmt: skip
-        if getattr(args, name):
-            raise ValueError(f"args.{name}={getattr(args, name)!r}; expected the argument {instead} of train() alone")
-    if args.dry_run:
-        raise ValueError("args.dry_run=True; expected False: only the command grpo-kernels train has a dry run")
     whole: Any = model
     if is_peft_model(model):
         whole = whole.get_base_model()
-    if not isinstance(whole, (str, Path, PreTrainedModel)):
-        raise TypeError(f"model is a {type(whole).__name__}; expected a path, a name, a PreTrainedModel or a PeftModel")
-    if not (callable(reward_funcs) or isinstance(reward_funcs, Iterable)):
-        raise TypeError(f"reward_funcs is a {type(reward_funcs).__name__}; expected names and functions")
-    datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    for name, rows in datasets.items():
-        if isinstance(rows, Path):
-            datasets[name] = str(rows)
-        elif rows is not None and not isinstance(rows, Iterable):
-            raise TypeError(f"{name} is a {type(rows).__name__}; expected rows, a path or a name")
-    rewards = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
-    if wrong := [reward for reward in rewards if not (isinstance(reward, str) or callable(reward))]:
-        raise TypeError(f"reward_funcs holds {wrong[0]!r}; expected names and functions")
-    rewards = [reward if isinstance(reward, str) else _with_process(reward, args) for reward in rewards]
-    data: dict[str, Any] = dict(zip(GIVEN_ROWS, datasets.values(), strict=True))
+    several = isinstance(reward_funcs, Iterable) and not isinstance(reward_funcs, str)
+    rewards: list[Any] = [*reward_funcs] if several else [reward_funcs]  # type: ignore[misc]
+    checks: tuple[tuple[str, object, Any, str], ...] = (
+        ("args", args, TrainArguments, "a TrainArguments"),
+        ("model", whole, (str, Path, PreTrainedModel), "a path, a name, a PreTrainedModel or a PeftModel"),
+        ("train_dataset", train_dataset, (Path, Iterable), "rows, a path or a name"),
+        ("eval_dataset", eval_dataset, (Path, Iterable, type(None)), "rows, a path or a name"),
+        *(("reward_funcs", reward, (str, Callable), "names and functions") for reward in rewards),
+    )
+    for name, value, kinds, expected in checks:
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}")
+    for name, instead in (
+        ("model_name_or_path", "model"), ("dataset_name", "train_dataset"), ("eval_dataset_name", "eval_dataset"),
+        ("reward_funcs", "reward_funcs"), ("dry_run", "the command grpo-kernels train"),
+    ):  # fmt: skip
+        if getattr(args, name):
+            raise ValueError(f"args.{name}={getattr(args, name)!r}; expected {instead} of train() alone")
+    if getattr(whole, "_hf_peft_config_loaded", False):
+        raise ValueError("model has adapters of transformers (load_adapter, add_adapter); expected a PeftModel of peft")
+    datasets = [str(rows) if isinstance(rows, Path) else rows for rows in (train_dataset, eval_dataset)]
+    if args.reward_timeout is not None and any(map(callable, rewards)):
+        raise ValueError(
+            f"args.reward_timeout={args.reward_timeout}: a process imports functions; expected their names"
+        )
+    data: dict[str, Any] = dict(zip(GIVEN_ROWS, datasets, strict=True))
     names = [rows if isinstance(rows, (str, type(None))) else name for name, rows in data.items()]
     args = replace(
         args, dataset_name=names[0], eval_dataset_name=names[1], reward_funcs=[_name(reward) for reward in rewards]
@@ -121,19 +121,3 @@ def _name(reward: Reward) -> str:
         return reward
     kind: Any = reward if hasattr(reward, "__qualname__") else type(reward)
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _with_process(reward: Callable[..., Any], args: TrainArguments) -> Reward:
-    """A function, or where it has a time limit the name by which a process of its own imports it."""
-    if args.reward_timeout is None:
-        return reward
-    name = _name(reward)
-    try:
-        importable = not name.startswith("__main__:") and find(name) is reward
-    except ValueError:
-        importable = False
-    if not importable:
-        raise ValueError(
-            f"reward_timeout={args.reward_timeout}: no process can import {name}; expected a function of a module"
-        )
-    return name

@@ -22,7 +22,6 @@ from ..config import GRPOConfig, available_presets
 from ..names import ADVANTAGE_SCALES
 from . import demo, missing_packages
 from .data import check_path, is_one_split
-from .rewards.answers import compiled
 from .tasks import ARITHMETIC
 
 # Types of options say what is expected of their values, where the loss does not check it.
@@ -51,8 +50,6 @@ Schedule: TypeAlias = Annotated[
 ]
 Json: TypeAlias = dict[str, Any]
 
-# What an engine of vLLM is made with.
-VLLM_OPTIONS = ("vllm_gpu_memory_utilization", "vllm_kwargs")
 ADAMW = ("betas", "eps", "weight_decay")  # what optim_args may hold
 
 # What an arithmetic run without these options takes: 32 prompts, 8 completions, two steps on each rollout.
@@ -61,30 +58,13 @@ ARITHMETIC_RUN: dict[str, Any] = {
     "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20,
     "lr_scheduler_type": "constant_with_warmup",
 }  # fmt: skip
-DEMO = {**ARITHMETIC_RUN, "output_dir": "grpo-demo"}
+DEMO = {**ARITHMETIC_RUN, "output_dir": "grpo-demo", "resume_from_checkpoint": "auto"}
 # In --help an option belongs to the group that begins with it or with the nearest option above it.
 GROUPS = {
     "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": "rewards",
     "num_generations": "sampling", "use_vllm": "vLLM", "per_device_train_batch_size": "batches", "loss": "loss",
     "teacher_model_name_or_path": "teacher", "learning_rate": "optimisation", "eval_steps": "evaluation",
     "save_steps": "saving and logging",
-}  # fmt: skip
-# Names that other trainers have, or people try.
-ALIASES = {
-    **{field.name: "loss_options" for field in dataclasses.fields(GRPOConfig)},
-    **dict.fromkeys(("vllm_max_model_length", "vllm_enforce_eager", "vllm_tensor_parallel_size"), "vllm_kwargs"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"), "optim_args"),
-    "lr": "learning_rate", "model": "model_name_or_path", "model_name": "model_name_or_path", "data": "dataset_name",
-    "dataset": "dataset_name", "train_file": "dataset_name", "eval_dataset": "eval_dataset_name",
-    "eval_file": "eval_dataset_name", "dataset_config_name": "dataset_config", "output": "output_dir",
-    "batch_size": "per_device_train_batch_size", "train_batch_size": "per_device_train_batch_size",
-    "epochs": "max_steps", "num_train_epochs": "max_steps", "steps": "max_steps", "torch_dtype": "dtype",
-    "group_size": "num_generations", "max_new_tokens": "max_completion_length", "kl_coef": "beta",
-    "kl_beta": "beta", "clip_range": "epsilon", "epsilon_low": "epsilon", "warmup_ratio": "warmup_steps",
-    "eval_strategy": "eval_steps", "save_strategy": "save_steps", "grad_clip": "max_grad_norm", "peft": "use_peft",
-    "lora": "use_peft", "lora_rank": "lora_r", "vllm": "use_vllm", "resume": "resume_from_checkpoint",
-    "rewards": "reward_funcs", "teacher": "teacher_model_name_or_path", "cpu": "use_cpu", "no_cuda": "use_cpu",
-    "sync_ref_model": "ref_model_sync_steps", "vllm_importance_sampling_correction": "vllm_importance_sampling_mode",
 }  # fmt: skip
 
 
@@ -143,7 +123,6 @@ class TrainArguments:
     reward_funcs: list[str] = _option([], "names of built-in rewards, module:function, or path/file.py:function")
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
     reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
-    reward_pattern: str | None = _option(None, "regular expression of the reward 'format'")
     step_delimiter: str = _option("\n", "ends a step, where a reward function returns one reward per step")
 
     num_generations: Count = _option(8, "completions per prompt")
@@ -152,11 +131,11 @@ class TrainArguments:
     top_p: Share = _option(1.0, "sample from the likeliest ids with this mass; the loss is over the ids kept")
     top_k: Natural = _option(0, "sample from the likeliest so many; 0: all")
     dynamic_sampling: bool = _option(False, "leave groups of equal rewards out of the loss and its denominators")
-    per_device_generation_batch_size: Count | None = _option(None, "completions sampled at once; default: a rollout's")
 
     use_vllm: bool = _option(False, "sample with vLLM, an engine beside each process")
-    vllm_gpu_memory_utilization: Share = _option(0.3, "share of GPU memory for vLLM")
-    vllm_kwargs: Json | None = _option(None, "further arguments of vllm.LLM, as JSON")
+    vllm_kwargs: Json | None = _option(
+        None, "further arguments of vllm.LLM, as JSON (default: a share of 0.3 of GPU memory)"
+    )
     vllm_importance_sampling_mode: Correction = _option("sequence_mask", "how old / rollout weights are bounded")
     vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
 
@@ -175,11 +154,9 @@ class TrainArguments:
     beta: float = _option(0.0, "weight of the KL to the reference policy; 0: no reference policy")
     kl_target: float | None = _option(None, "KL per token that an adaptive beta aims at")
     ref_model_sync_steps: Count | None = _option(None, "steps between moves of the reference policy; default: it stays")
-    ref_model_mixup_alpha: Share = _option(0.6, "share of the policy in a move; 1: a copy")
     loss_options: Json | None = _option(None, "further fields of GRPOConfig, as JSON")
 
     teacher_model_name_or_path: str | None = _option(None, "a model of transformers with the same ids, to distil from")
-    distill_only: bool = _option(False, "rewards are measured and left out of the loss; on without reward_funcs")
 
     learning_rate: Size = _option(1e-6, "of AdamW")
     lr_scheduler_type: Schedule = _option("linear", "schedule of transformers")
@@ -229,7 +206,7 @@ class TrainArguments:
     @property
     def distills_only(self) -> bool:
         """Whether the loss is the divergence to the teacher alone."""
-        return self.teacher_model_name_or_path is not None and (self.distill_only or not self.reward_funcs)
+        return self.teacher_model_name_or_path is not None and not self.reward_funcs
 
     @property
     def held_out_name(self) -> str | None:
@@ -292,8 +269,6 @@ class TrainArguments:
                     for one in value if isinstance(value, list) else [value]:
                         if one not in expected:
                             raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
-        if self.reward_pattern is not None:
-            compiled(self.reward_pattern)
 
     def check(self, num_processes: int) -> None:
         """Raise TypeError or ValueError for options that `check_values` refuses, contradict each other or have no
@@ -328,8 +303,6 @@ class TrainArguments:
             ((a.model_name_or_path is None) != (a.dataset_name is None),
              f"{'dataset_name' if a.dataset_name is None else 'model_name_or_path'} is missing; without both, the run "
              "is the generated arithmetic task"),
-            (a.answer_column == a.prompt_column,
-             f"the column {a.answer_column!r} is named by prompt_column and answer_column"),
             (not a.reward_funcs and not teaches,
              "reward_funcs is empty; expected names of built-in rewards, module:function, or path/file.py:function"),
             (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),
@@ -341,8 +314,6 @@ class TrainArguments:
              "the divergence to a teacher is over all ids, and exact: loss='eager', top_p, top_k and sparse_backward "
              "do not go with teacher_model_name_or_path"),
             (teaches and config.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
-            (a.distills_only and a.dynamic_sampling,
-             "dynamic_sampling goes by rewards, which distill_only leaves out of the loss"),
             (a.use_vllm and a.truncates and not a.top_k,
              "use_vllm with top_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
         )  # fmt: skip
@@ -356,20 +327,18 @@ class TrainArguments:
         arithmetic, teacher = a.model_name_or_path is None, a.teacher_model_name_or_path
         for needed, present, names in (
             ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
-            ("ref_model_sync_steps", a.ref_model_sync_steps, ("ref_model_mixup_alpha",)),
-            ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta", "distill_only")),
+            ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta")),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows")),
-            ("use_vllm", a.use_vllm, (*VLLM_OPTIONS, "vllm_importance_sampling_mode")),
-            ("sampling by transformers", not a.use_vllm, ("per_device_generation_batch_size",)),
+            ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode")),
             ("use_vllm and a vllm_importance_sampling_mode", a.corrects, ("vllm_importance_sampling_clip_max",)),
             ("old or rollout log-probabilities (num_iterations, steps_per_generation, use_vllm)",
              a.steps_per_rollout > 1 or a.corrects, ("off_policy_mask_threshold",)),
             ("dataset_test_split or eval_dataset_name", arithmetic or a.dataset_test_split or a.eval_dataset_name,
              ("eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at")),
             ("reward_funcs", a.reward_funcs,
-             ("reward_weights", "reward_timeout", "reward_pattern", "step_delimiter", "dataset_test_split",
-              "eval_dataset_name")),
+             ("reward_weights", "reward_timeout", "step_delimiter", "dataset_test_split", "eval_dataset_name",
+              "dynamic_sampling")),
             ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
             ("a schedule with warm-up", arithmetic or a.lr_scheduler_type != "constant", ("warmup_steps",)),
             ("several processes (torchrun, accelerate launch)", num_processes > 1, ("fsdp",)),
@@ -387,14 +356,6 @@ DESCRIPTIONS = {
     "demo": "A small language model learns two-digit addition, offline: the default run of grpo-kernels train, into "
     "grpo-demo. With --model smollm2 a chat model learns to answer questions. Takes the options of train.",
 }
-
-
-class _Help(argparse.HelpFormatter):
-    """Each option once, in the spelling with dashes."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = ", ".join(name for name in action.option_strings if "_" not in name)
-        return names if action.nargs in (0, "?") else f"{names} {self._format_args(action, str(action.metavar))}"
 
 
 def _truth(text: str) -> bool:
@@ -419,7 +380,7 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     """The options of `TrainArguments`, in groups. What is not given is not in the namespace."""
     parser = argparse.ArgumentParser(
         prog=f"grpo-kernels {command}", usage="%(prog)s [options]", description=DESCRIPTIONS[command],
-        formatter_class=_Help, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        allow_abbrev=False, argument_default=argparse.SUPPRESS,
     )  # fmt: skip
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # as from Python 3.14 on: -1e-3 is no option
     parser.add_argument("--version", action="version", version=f"grpo-kernels {__version__}")
@@ -441,49 +402,35 @@ def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any, default: A
     several = get_origin(hint) is list
     hint = get_args(hint)[0] if several else hint
     kind, choices = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
-    names = list(dict.fromkeys([f"--{field.name.replace('_', '-')}", f"--{field.name}"]))
-    text = field.metadata["help"]
+    name, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
     if kind is bool:
-        group.add_argument(*names, dest=field.name, type=_truth, nargs="?", const=True, help=text)
+        group.add_argument(name, type=_truth, nargs="?", const=True, metavar="B", help=text)
         return
     if default not in (None, dataclasses.MISSING):
         default = " ".join(default) if isinstance(default, list) else default
         text += f" (default: {default!r})" if default == "\n" else f" (default: {default})"
     shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}.get(kind)
     group.add_argument(
-        *names, dest=field.name, type=_json if kind == Json else kind, nargs="+" if several else None,
+        name, type=_json if kind == Json else kind, nargs="+" if several else None,
         metavar=shown or "JSON", help=text.replace("%", "%%"),
     )  # fmt: skip
 
 
 def suggestion(name: str) -> str:
     """The option that a wrong name most likely means, as the end of a sentence; '' where none is near."""
-    options = TrainArguments.__dataclass_fields__
-    name = name.lstrip("-").split("=")[0].replace("-", "_")
-    near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, [*options, *ALIASES], cutoff=0.75)), None)
-    if near is None:
-        return ""
-    return f" (did you mean --{(near if near in options else ALIASES[near]).replace('_', '-')}?)"
-
-
-_NAMES = sorted([*TrainArguments.__dataclass_fields__, "config"], key=len, reverse=True)
-# name=value; without a value only names that are no words of English.
-_MENTIONED = re.compile(
-    rf"(?<![\w./'\"-])(?:({'|'.join(_NAMES)})=|({'|'.join(name for name in _NAMES if '_' in name)})(?![\w./'\"-]))"
-)
-
-
-def as_typed(text: str) -> str:
-    """Returns a sentence with options as on a command line: name=value as --name value."""
-    return _MENTIONED.sub(lambda m: f"--{(m[1] or m[2]).replace('_', '-')}{' ' if m[1] else ''}", text)
+    near = difflib.get_close_matches(
+        name.lstrip("-").split("=")[0].replace("-", "_"), TrainArguments.__dataclass_fields__, n=1, cutoff=0.75
+    )
+    return f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""
 
 
 def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:
     """The options from a command line, on top of those of the YAML file that --config names. command: whose usage
     --help and errors show. Ends the process, as argparse does, for an unknown option and a value of another type."""
     parser = make_parser(command)
-    path = getattr(parser.parse_known_args(list(argv))[0], "config", None)
-    found, rest = parser.parse_known_args([*(() if path is None else _from_yaml(path)), *argv])
+    words = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in argv]
+    path = getattr(parser.parse_known_args(words)[0], "config", None)
+    found, rest = parser.parse_known_args([*(() if path is None else _from_yaml(path)), *words])
     if rest:
         parser.error(
             "unrecognized arguments: "
@@ -509,9 +456,9 @@ def _from_yaml(path: str) -> list[str]:
     words = []
     for name, value in options.items():
         if isinstance(value, list):
-            words += [f"--{name}", *map(str, value)] if value else []
+            words += [f"--{name.replace('_', '-')}", *map(str, value)] if value else []
         elif value is not None:
-            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+            words.append(f"--{name.replace('_', '-')}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
 
 

@@ -7,7 +7,6 @@ made here: no network is needed.
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ CONTEXT = 32
 
 WARMUP_STEPS = 800  # at most
 WARMUP_BATCH = 192
-QUIET_S = 10.0  # between lines, where there is no progress bar
 WARMUP_RATE = 1e-3
 WARMUP_LOSS = 0.22  # nats per token at which it ends; 0.15 remain, since nothing tells which teacher comes next
 CAREFUL_SHARE = 0.3  # of the demonstrations; the other teacher forgets to carry
@@ -101,7 +99,7 @@ def _warm_up(
     """
     rows, _ = arithmetic()
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    smoothed, said = None, time.monotonic()
+    smoothed = None
     if not quiet:
         print("making a small model that adds without carrying, to start from", file=sys.stderr)
     bar = tqdm(range(max_steps), desc="warm-up", disable=quiet or None)  # None: where stderr is no terminal
@@ -116,9 +114,6 @@ def _warm_up(
         optimizer.step()
         smoothed = loss.item() if smoothed is None else 0.9 * smoothed + 0.1 * loss.item()
         bar.set_postfix(loss=f"{smoothed:.3f}")
-        if bar.disable and not quiet and time.monotonic() - said > QUIET_S:
-            said = time.monotonic()
-            print(f"warm-up: step {step + 1}, loss {smoothed:.2f}, down to {WARMUP_LOSS}", file=sys.stderr)
         if smoothed < WARMUP_LOSS:
             break
     bar.close()

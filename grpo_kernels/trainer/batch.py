@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from ..config import GRPOConfig
@@ -29,31 +30,11 @@ def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
     parts = parts[: -1 if parts[-1] else -2]
     if not parts:
         return [len(ids) - 1]
-    known = complete_characters(ids, tokenizer)
+    # How many characters are there with each token; one that lacks some of its bytes is not.
+    stream, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
+    known = list(accumulate(len(stream.step(backend, id) or "") for id in ids))
     lasts = accumulate(len(part) + len(delimiter) for part in parts)
     return [*(min(bisect_left(known, last), len(ids) - 1) for last in lasts), len(ids) - 1]
-
-
-def complete_characters(ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """How many characters of the decoded text are there with each token. One that lacks some of its bytes is not.
-
-    Decoders join tokens to characters and strip a first blank. So a token is decoded behind a whole piece of the text
-    before it; behind all of it, the time would be quadratic.
-    """
-    found, first, read, before, known = [0], 0, 0, 0, 0
-
-    def decoded(first: int, end: int) -> tuple[int, bool]:
-        text = tokenizer.decode(ids[first:end], skip_special_tokens=True)
-        whole = text.rstrip("\ufffd")
-        return len(whole), whole == text
-
-    for count in range(1, len(ids) + 1):
-        length, whole = decoded(first, count)
-        found.append(max(found[-1], known + length - before))
-        if (whole and length > before) or count - read == 8:  # bytes that are no character
-            known, first, read = found[-1], read, count
-            before, _ = decoded(first, read)
-    return found[1:]
 
 
 def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int) -> None:

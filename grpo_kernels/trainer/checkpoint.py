@@ -4,17 +4,14 @@ and read without unpickling."""
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -23,18 +20,17 @@ from . import RunError
 from .arguments import TrainArguments, to_json
 from .data import Prompt, fingerprint
 from .files import CHECKSUMS, remove, sha256
-from .rollout import Completion, from_lines
+from .rollout import Completion
 from .tasks import ARITHMETIC
 
 LOG, SAMPLES = "log.jsonl", "samples.jsonl"
 CONFIG = "config.json"  # the options of the run in its output folder; in a checkpoint RUN, beside that of the model
-RUN, STATE, TENSORS, ROLLOUT = "run.json", "state.json", "state.pt", "rollout.jsonl"
+RUN, STATE = "run.json", "state.pt"
 OF_A_RUN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model")  # in an output folder
 # What may differ between a checkpoint and the run that goes on from it.
 FREE = {
     "output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "logging_steps", "report_to",
     "eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at", "dataset_test_split", "eval_dataset_name",
-    "vllm_gpu_memory_utilization",
 }  # fmt: skip
 
 
@@ -67,8 +63,6 @@ class Progress:
 
 def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | None:
     """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={folder} is a file; expected a folder")
     requested, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
     checkpoint = find_checkpoint(folder, requested)
     continues = requested is not None and saved.exists()
@@ -83,7 +77,7 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
         )
     if checkpoint is not None or continues:
         check_same_run(saved, a, num_processes)
-    if requested is not None and checkpoint is None:
+    if requested is not None and written and checkpoint is None:
         print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
     if checkpoint is not None and continues and requested != "auto" and written[0].resolve() != checkpoint.resolve():
         raise ValueError(
@@ -143,13 +137,13 @@ def _problem(folder: Path) -> str | None:
         return f"{type(error).__name__}: {error}"
     if wrong:
         return f"{', '.join(wrong)} is damaged: its checksum differs"
-    if missing := {RUN, STATE, TENSORS, ROLLOUT} - sums.keys():
+    if missing := {RUN, STATE} - sums.keys():
         return f"it lacks {', '.join(sorted(missing))}"
     try:
-        broken = next((name for name, x in _tensors(folder) if not math.isfinite(norm([x]))), None)
+        read_checkpoint(folder, mmap=True)
     except RunError as error:
         return str(error)
-    return None if broken is None else f"{broken} has numbers that are not finite"
+    return None
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
@@ -159,72 +153,23 @@ def norm(tensors: Iterable[Tensor]) -> float:
     return float(total.full_tensor() if isinstance(total, DTensor) else total)
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a checkpoint, by file and name."""
-    _, found, _ = read_checkpoint(folder, mmap=True)
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as weights:
-                for name in weights.keys():  # noqa: SIM118, of no dict
-                    yield f"{path.name}: {name}", weights.get_tensor(name)
-        except Exception as error:  # SafetensorError, and what torch says
-            raise RunError(f"{path.name} cannot be read: {error}") from None
-    optimizer = (found["optimizer"] or {}).get("state", {})
-    for name, state in (*optimizer.items(), ("reference", found["reference"] or {})):
-        yield from ((f"{TENSORS}: {key} of {name}", x) for key, x in state.items() if isinstance(x, Tensor))
+def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any], Progress]:
+    """What STATE of a checkpoint holds: optimizer, scheduler, reference policy, and progress with the rollout in use.
 
-
-def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any], dict[str, Any], Progress]:
-    """What a checkpoint holds beside the model: STATE, TENSORS, and progress with the rollout in use.
-
-    Raises RunError where a file is not as `Run.save` writes it, whatever its checksum.
+    Raises RunError where it is not as `Run.save` writes it, whatever its checksum.
     """
-    name = RUN
     try:
-        dict(json.loads((folder / RUN).read_text()))
-        name = STATE
-        state = dict(json.loads((folder / STATE).read_text()))
+        state = dict(torch.load(folder / STATE, map_location="cpu", weights_only=True, mmap=mmap))
         progress = Progress(**state["progress"])
-        check_types(progress)
-        if not (math.isfinite(progress.beta) and min(progress.step, progress.cursor, progress.used) >= 0):
-            raise ValueError("a number of its progress is negative, or beta is not finite")
-        if not isinstance(state["prompts"], str):
-            raise TypeError("prompts is no fingerprint")
-        name = ROLLOUT
-        progress.rollout = from_lines(folder / ROLLOUT)
-        for completion in progress.rollout:
-            check_types(completion)
-        name = TENSORS
-        tensors = dict(torch.load(folder / TENSORS, map_location="cpu", weights_only=True, mmap=mmap))
-        if tensors["scheduler"]["last_epoch"] != progress.step:
-            raise ValueError(f"its schedule is at another step than {STATE}")
-        if (tensors["optimizer"] is None) != (progress.step == 0):
+        progress.rollout = [Completion(**values) for values in state["rollout"]]
+        if state["scheduler"]["last_epoch"] != progress.step:
+            raise ValueError("its schedule is at another step")
+        if (state["optimizer"] is None) != (progress.step == 0):
             raise ValueError("its optimizer is that of another step")
-        states = (tensors["optimizer"] or {"state": {}})["state"].values()
-        if not all(isinstance(part, dict) for part in (*states, tensors["reference"] or {})):
-            raise TypeError("its tensors have no names")
     except Exception as error:  # of many types: these are data, which may hold anything
-        raise RunError(f"{name} is not as a run writes it: {type(error).__name__}: {error}") from None
-    return state, tensors, progress
-
-
-def check_types(record: Any) -> None:
-    """Raise TypeError where a field of a dataclass has not the type that it is declared with."""
-    for name, hint in get_type_hints(type(record)).items():
-        if not _fits(value := getattr(record, name), hint):
-            raise TypeError(f"{name} is {str(value)[:40]!r}; expected {hint}")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind is UnionType:
-        return any(_fits(value, part) for part in inner)
-    if kind in (list, dict):
-        parts = value.values() if isinstance(value, dict) else value
-        return isinstance(value, kind) and all(_fits(part, inner[-1]) for part in parts)
-    if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, hint)
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"{STATE} is not as a run writes it: {type(error).__name__}: {reason}") from None
+    return state, progress
 
 
 def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
@@ -243,19 +188,17 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
     ]
     if changed:
         length = (
-            f": lr_scheduler_type={a.lr_scheduler_type} depends on it, a constant schedule does not, and a new run may "
-            f"begin with model_name_or_path={path.parent}"
-        )
+            "; max_steps too, unless the schedule is constant: a new run may begin with "
+            f"model_name_or_path={path.parent}" if "max_steps" not in free else ""
+        )  # fmt: skip
         raise RunError(
-            f"{path.parent} belongs to a run with other options: {', '.join(changed)}; expected the same"
-            f"{', max_steps too' + length if 'max_steps' not in free else ''}. What may differ: "
-            f"{', '.join(sorted(free - {'dry_run', 'output_dir', 'resume_from_checkpoint'}))}"
+            f"{path.parent} belongs to a run with other options: {', '.join(changed)}; expected the same{length}"
         )
 
 
 def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt]) -> None:
     """Raise RunError where a run of the same options cannot go on from the state in a checkpoint."""
-    state, _, progress = read_checkpoint(checkpoint, mmap=True)
+    state, progress = read_checkpoint(checkpoint, mmap=True)
     if state["prompts"] != fingerprint(prompts):
         name = a.dataset_name or ARITHMETIC
         raise RunError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")

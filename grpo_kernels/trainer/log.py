@@ -201,9 +201,6 @@ def rollout_record(rollout: Sequence[Completion], num_generations: int) -> dict[
     scored = [reward for group in rewards for reward in group]
     low, high = min(scored, default=0.0), max(scored, default=0.0)
     lengths = [len(c.ids) for c in rollout]
-    advantages = torch.cat([c.advantage.reshape(-1) for c in rollout if c.advantage is not None]).float()
-    reach = max(advantages.abs().max().item(), 1e-6)
-    counts, edges = torch.histogram(advantages, bins=20, range=(-reach, reach))
     found: dict[str, Any] = {
         "unscored": len(rollout) - len(scored),
         "zero_gradient_groups": fmean(without_gradient(group) for group in groups),
@@ -214,10 +211,6 @@ def rollout_record(rollout: Sequence[Completion], num_generations: int) -> dict[
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": fmean(not c.ended for c in rollout),
         "completions/unique_ratio": fmean(len({tuple(c.ids) for c in group}) / len(group) for group in groups),
-        **_moments(advantages, "advantage_mean", "advantage_std"),
-        "advantage_min": advantages.min().item(),
-        "advantage_max": advantages.max().item(),
-        "advantage_histogram": {"edges": edges.tolist(), "counts": counts.int().tolist()},
     }
     if scored:
         found |= _moments(torch.tensor(scored, dtype=torch.float64), "reward", "reward_std")

@@ -29,18 +29,18 @@ from .data import take
 from .evaluate import ACCURACIES, evaluate
 from .files import write_text
 from .log import pass_numbers, rollout_record, step_record
-from .memory import advice_on_memory
 from .ranks import Interrupted
 from .records import counted
 from .report import write_report
 from .rewards import RewardBatch
 from .rewards.scoring import Failure
 from .rollout import Completion, infer
-from .run import ENDS_UNSAVED, Run
+from .run import ENDS_UNSAVED, Run, advice_on_memory
 from .tasks import ARITHMETIC_MODEL
 
 SAMPLES = 4  # completions of a rollout in samples.jsonl
 KL_HORIZON = 10_000  # completions over which an adaptive beta doubles, about
+REFERENCE_SHARE = 0.6  # of the policy in a move of the reference policy, as in TRL
 
 
 class Trainer:
@@ -55,7 +55,6 @@ class Trainer:
         self.rows_per_step = self.arguments.rows_per_step(self.ranks.count)
         self.started = time.perf_counter() - self.progress.seconds
         self.seconds: dict[str, float] = {}
-        self.ranks_without_rewards: set[int] = set()  # in the last rollout
         self.metrics: dict[str, list[float]] = {}  # of log_metric, from all ranks
 
     def train(self) -> int:
@@ -73,7 +72,7 @@ class Trainer:
             run.log.say(f"resumed at step {p.step} from {run.checkpoint}")
         with run.signals.noted():
             try:
-                with advice_on_memory(a, lambda: run.log.phase_name):
+                with advice_on_memory(lambda: run.log.phase_name):
                     self.evaluate()
                     while p.step < a.max_steps:
                         if not p.rollout:
@@ -167,24 +166,17 @@ class Trainer:
         self.progress.rollout_numbers["slowest_reward"] = max(seconds[0], key=lambda name: seconds[0][name])
 
     def _check_rewards(self, fatal: Sequence[Failure | None]) -> None:
-        """Raise RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
-        server) will not come. A single rollout may be a prompt that no completion is scored for. fatal: by rank."""
-        failed = {rank: failure for rank, failure in enumerate(fatal) if failure is not None}
-        again = [rank for rank in failed if rank in self.ranks_without_rewards]
-        self.ranks_without_rewards = set(failed)
-        step, count, own = self.progress.step + 1, len(fatal), "its own traceback:\n"
-        if failed and (len(failed) == count or again):
-            rank = (again or [0])[0]
-            where = f" of rank {rank}, in two rollouts" if len(failed) < count else ""
-            raise RunError(
-                f"the reward {failed[rank].name} failed for every completion of step {step}{where}; {own}"
-                f"{failed[rank].traceback}"
-            )
-        for rank, failure in failed.items():
-            self.run.log.say(
-                f"step {step}: the reward {failure.name} failed for every completion of rank {rank} of {count}; if the "
-                f"next rollout has none either, the run ends; {own}{failure.traceback}"
-            )
+        """Raise RunError where no rank has rewards: what they lack (a package, a server) will not come. fatal: by rank,
+        the failure of a function for all of its completions."""
+        found = [(rank, failure) for rank, failure in enumerate(fatal) if failure is not None]
+        for rank, failure in found:
+            where = f"for every completion of step {self.progress.step + 1}"
+            if len(found) < len(fatal):
+                where += f" on rank {rank} of {len(fatal)}"
+            sentence = f"the reward {failure.name} failed {where}; its own traceback:\n{failure.traceback}"
+            if len(found) == len(fatal):
+                raise RunError(sentence)
+            self.run.log.say(sentence)
 
     def _set_reward(self, c: Completion, batch: RewardBatch, index: int) -> None:
         a = self.arguments
@@ -308,7 +300,7 @@ class Trainer:
                 error = min(max(kl / a.kl_target - 1.0, -0.2), 0.2)
                 p.beta *= 1.0 + error * completions / KL_HORIZON
         if a.ref_model_sync_steps and p.step % a.ref_model_sync_steps == 0:
-            self.reference.move(a.ref_model_mixup_alpha)
+            self.reference.move(REFERENCE_SHARE)
 
     # --- log, evaluation, end -----------------------------------------------------------------------------------------
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from ..output import GRPOLossOutput
 from ..teacher import Teacher
 from . import missing_packages
 from .arguments import TrainArguments
-from .data import check_hub, check_path
+from .data import check_path
 from .sampling import decoding_error, generate
 from .vllm import check_adapter
 
@@ -104,86 +103,58 @@ def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> A
 
 def _load_tokenizer(path: str, a: TrainArguments, *, name: str) -> Any:
     check_path(name, path)
-    files = find_files(path, name=name)
-    of_base = files.adapter is not None and Path(path).is_dir() and not Path(path, "tokenizer_config.json").exists()
-    source = files.base if of_base else path
+    bare = Path(path, "adapter_config.json").exists() and not Path(path, "tokenizer_config.json").exists()
+    source = base_of(path, name=name) if bare else path
     return _from_pretrained(AutoTokenizer, path, source, name=name, trust_remote_code=a.trust_remote_code)
 
 
-class Files(NamedTuple):
-    """Where a model is loaded from. adapter: what holds the adapter to the model `base`; None: there is none."""
+def base_of(path: str, *, name: str = "model_name_or_path") -> str | None:
+    """The model that an adapter belongs to, by a folder or a name on the hub; None for a model without an adapter.
 
-    base: str
-    adapter: str | None
-
-
-def find_files(path: str, *, name: str = "model_name_or_path") -> Files:
-    """A model, or an adapter and its base, by a folder or a name on the hub.
-
-    Folders are absolute: an adapter keeps that of its base, to be found from any directory. Raises ValueError where
-    there is nothing to load.
+    A folder is absolute: the files of a run name it, to be found from any directory.
     """
-    source, config = _locate(path, name)
-    if config is None:
-        return Files(source, None)
+    if find_adapter_config_file(path) is None:
+        return None
     if missing := missing_packages({"peft": "peft"}):
         raise ValueError(f"{name}={path} is an adapter, which {missing}")
-    if Path(source, "config.json").exists():
-        raise ValueError(f"{name}={path} holds a model (config.json) and an adapter; expected one of them")
-    try:
-        named = str(json.loads(Path(config).read_text())["base_model_name_or_path"])
-        check_path("base_model_name_or_path", named)
-        base, of_base = _locate(named, "base_model_name_or_path")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{config} names no base model that can be loaded: {error}") from None
-    if of_base is not None:
-        raise ValueError(f"{config} names {named} as its base model, which is an adapter too; expected a whole model")
-    return Files(base, source)
+    from peft import PeftConfig
 
-
-def _locate(path: str, name: str) -> tuple[str, str | None]:
-    """An absolute folder or a name on the hub, and the file by which it is an adapter."""
-    check_hub(name, path)
-    source = str(Path(path).resolve()) if Path(path).exists() else path
-    return source, find_adapter_config_file(source)
+    base = str(_from_pretrained(PeftConfig, path, path, name=name).base_model_name_or_path)
+    check_path(f"{name}={path}: base_model_name_or_path", base)
+    return str(Path(base).resolve()) if Path(base).exists() else base
 
 
 def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, given: Any = None) -> Any:
     """The model to train: the given one, that of `path` or, where there is one, of a checkpoint: under --use-peft its
     adapter alone. An adapter, as `path` or given, is trained on."""
-    a, base = arguments, None
-    adapter = None if checkpoint is None else str(checkpoint)
+    a, lm, base = arguments, given, None
+    adapter = None if checkpoint is None or not a.use_peft else str(checkpoint)
     if given is None:
-        base, start = find_files(path if checkpoint is None or a.use_peft else str(checkpoint))
-        adapter = adapter or start
-        if start is not None and not a.use_peft:
+        base = base_of(path)
+        if base is not None and not a.use_peft:
             raise ValueError(
                 f"model_name_or_path={path} is an adapter to {base}; expected use_peft=True, which trains it on, "
                 "or the model that merge_and_unload() makes of both"
             )
-        lm = _load(path, base, a)
-    elif getattr(given, "_hf_peft_config_loaded", False):
-        raise ValueError("model has adapters of transformers (load_adapter, add_adapter); expected a PeftModel of peft")
-    else:
-        lm = given if checkpoint is None or a.use_peft else _load(str(checkpoint), str(checkpoint.resolve()), a)
+        adapter = adapter or (None if base is None else path)
+    if checkpoint is not None and not a.use_peft:
+        lm = _load(str(checkpoint), str(checkpoint.resolve()), a)
+    elif given is None:
+        lm = _load(path, base or path, a)
+    continues = base is not None or is_peft_model(lm)
+    if is_peft_model(lm) and adapter is not None:
+        lm.load_adapter(adapter, lm.active_adapters[0], is_trainable=True)
+    elif adapter is not None:
+        lm = _load_adapter(lm, adapter, is_trainable=True)
+        lm.peft_config["default"].base_model_name_or_path = base or lm.name_or_path
+    elif a.use_peft and not is_peft_model(lm):
+        lm = _with_adapter(lm, a)
     if a.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if a.use_peft:
             lm.enable_input_require_grads()
-    if is_peft_model(lm):
-        if len(lm.active_adapters) != 1:
-            raise ValueError(
-                f"model has the active adapters {lm.active_adapters}; expected one: model.set_adapter(name)"
-            )
-        if checkpoint is not None:
-            lm.load_adapter(checkpoint, lm.active_adapters[0], is_trainable=True)
-    elif adapter is not None and a.use_peft:
-        lm = _load_adapter(lm, adapter, is_trainable=True)
-        lm.peft_config["default"].base_model_name_or_path = base or lm.name_or_path
-    elif a.use_peft:
-        lm = _with_adapter(lm, a)
     if a.use_peft:
-        _check_adapter(lm, a, starts=checkpoint is None)
+        _check_adapter(lm, a, continues=continues)
     if not any(parameter.requires_grad for parameter in lm.parameters()):
         raise ValueError(
             f"model_name_or_path={path}: none of its parameters is trained; expected requires_grad=True, of an adapter "
@@ -195,10 +166,10 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
 
 def load_frozen(path: str, arguments: TrainArguments, *, name: str = "model_name_or_path") -> Any:
     """A model that is not trained, its adapter included."""
-    files = find_files(path, name=name)
-    lm = _load(path, files.base, arguments, name=name)
-    if files.adapter is not None:
-        lm = _load_adapter(lm, files.adapter, is_trainable=False)
+    base = base_of(path, name=name)
+    lm = _load(path, base or path, arguments, name=name)
+    if base is not None:
+        lm = _load_adapter(lm, path, is_trainable=False)
     lm.requires_grad_(False).eval()
     _without_dropout(lm)
     return lm
@@ -219,6 +190,8 @@ def _load(path: str, source: str, a: TrainArguments, *, name: str = "model_name_
         AutoModelForCausalLM, path, source, name=name, trust_remote_code=a.trust_remote_code,
         dtype=getattr(torch, a.dtype), output_loading_info=True,
     )  # fmt: skip
+    if getattr(lm, "_hf_peft_config_loaded", False):
+        raise ValueError(f"{name}={path}: the base model {source} is an adapter too; expected a whole model")
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"{name}={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, {missing[0]} among them, "
@@ -266,20 +239,18 @@ def _with_adapter(lm: Any, a: TrainArguments) -> Any:
         raise ValueError(f"lora_target_modules={a.lora_target_modules}: {error}") from error
 
 
-def _check_adapter(lm: Any, a: TrainArguments, *, starts: bool) -> None:
-    """Raise ValueError where options contradict the adapter, which `starts` a run, or where something is trained that
-    its files, or vLLM, would not have."""
+def _check_adapter(lm: Any, a: TrainArguments, *, continues: bool) -> None:
+    """Raise ValueError where an adapter that is trained on makes options ineffective, or where something is trained
+    that its files, or vLLM, would not have."""
     from peft import get_peft_model_state_dict
 
-    (adapter,) = lm.active_adapters
-    for name in ("r", "lora_alpha", "target_modules") if starts else ():
-        option = f"lora_{name.removeprefix('lora_')}"
-        asked, found = (sorted(x) if isinstance(x, (set, list)) else x
-                        for x in (getattr(a, option), getattr(lm.peft_config[adapter], name, None)))  # fmt: skip
-        if a.is_given(option) and asked != found and asked != ["all-linear"]:
-            raise ValueError(f"{option}={asked}: the adapter that is trained on has {name}={found}; leave {option} out")
+    for name in ("lora_r", "lora_alpha", "lora_target_modules"):
+        if continues and a.is_given(name):
+            raise ValueError(f"{name}={getattr(a, name)} has no effect on an adapter that is trained on; leave it out")
+    if len(lm.active_adapters) != 1:
+        raise ValueError(f"model has the active adapters {lm.active_adapters}; expected one: model.set_adapter(name)")
     # "auto", the default, would ask a hub for the base model.
-    files = get_peft_model_state_dict(lm, adapter_name=adapter, save_embedding_layers=False)
+    files = get_peft_model_state_dict(lm, adapter_name=lm.active_adapters[0], save_embedding_layers=False)
     kept = {tensor.data_ptr() for tensor in files.values()}
     for name, parameter in lm.named_parameters():
         if parameter.requires_grad and parameter.data_ptr() not in kept:

@@ -75,24 +75,18 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """SIGTERM, Ctrl-C and the SIGHUP of a terminal that closes: the run stops at the next moment at which its state is
-    whole, saves it, and leaves."""
+    """SIGTERM and Ctrl-C: the run stops at the next moment at which its state is whole, saves it, and leaves."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.received = 0  # the first signal
         self._at_once = False
-        self._on_terminal: list[int] = []  # standard output and error, where they are a terminal
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Within it the first signal is noted; a second Ctrl-C interrupts at once."""
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
-            numbers.pop()
-        if threading.current_thread() is not threading.main_thread():  # other threads get no signals
-            numbers.clear()
-        self._on_terminal = [handle for handle in (1, 2) if os.isatty(handle)]
+        is_main = threading.current_thread() is threading.main_thread()  # other threads get no signals
+        numbers = [signal.SIGTERM, signal.SIGINT] if is_main else []
         before = [(number, signal.signal(number, self._note)) for number in numbers]
         try:
             yield
@@ -115,21 +109,12 @@ class Signals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
-        if number == signal.SIGHUP:
-            self._leave_terminal()
         if self._at_once:
             raise Interrupted
         if self.ranks.index == 0:
             # Not through sys.stderr, in the midst of whose own writing the signal may have come.
             with suppress(OSError):
                 os.write(2, b"\nstopping after this step; Ctrl-C again quits now\n")
-
-    def _leave_terminal(self) -> None:
-        """Write to nowhere what a closed terminal would have shown: to write to it is an error."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for handle in self._on_terminal:
-            os.dup2(nowhere, handle)
-        os.close(nowhere)
 
     def check(self) -> None:
         """Raise Interrupted where any rank got a signal; every rank calls it."""
@@ -164,20 +149,20 @@ def make_accelerator(a: TrainArguments) -> Accelerator:
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding if a.fsdp else FullyShardedDataParallelPlugin()
     kind, layout = accelerator.distributed_type, accelerator.parallelism_config
-    for name, found, expected, instead in (
-        ("distributed_type", kind.value, ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP"),
-         "DDP or FSDP2"),
-        ("fsdp_version", accelerator.state.fsdp_plugin.fsdp_version if kind is DistributedType.FSDP else 2, (2,), "2"),
-        ("mixed_precision", os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), ("no", precision),
-         "no, or bf16 with --bf16"),
-        ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, (1,),
-         "1, and --gradient-accumulation-steps"),
-        ("dynamo_backend", os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(), ("no",), "no"),
-        ("tensor, context or sequence parallelism", bool(layout and layout.non_data_parallel_size > 1), (False,),
-         "data parallelism"),
-    ):  # fmt: skip
+    own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    for name, found, expected in (
+        ("distributed_type", kind.value, ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP")),
+        ("fsdp_version", accelerator.state.fsdp_plugin.fsdp_version if kind is DistributedType.FSDP else 2, (2,)),
+        ("mixed_precision", own[0], ("no", precision)),
+        ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, (1,)),
+        ("dynamo_backend", own[1], ("no",)),
+        ("non_data_parallel_size", layout.non_data_parallel_size if layout else 1, (1,)),
+    ):
         if found not in expected:
-            raise ValueError(f"accelerate's configuration has {name}={found}; expected {instead}")
+            words = ", ".join(map(str, expected))
+            raise ValueError(
+                f"accelerate's configuration has {name}={found}; expected {words}, and the trainer's options"
+            )
     if absent := sorted(set(a.report_to) - set(map(str, accelerator.log_with))):  # accelerate says nothing
         raise ValueError(f"report_to={', '.join(absent)}: not installed (pip install {' '.join(absent)})")
     return accelerator

@@ -66,22 +66,13 @@ def _has_known_types(record: Any) -> bool:
     )
 
 
-def _are_finite(values: Any) -> bool:
-    return isinstance(values, list) and all(is_number(x) and math.isfinite(x) for x in values)
-
-
-def _is_histogram(value: Any) -> bool:
-    lists: list[Any] = [value.get("edges"), value.get("counts")] if isinstance(value, dict) else [None]
-    return all(map(_are_finite, lists)) and len(lists[0]) == len(lists[1]) + 1
-
-
 def _is_pass_at_k(value: Any) -> bool:
     return _has_known_types(value) and all(len(k) < 10 and k.isdecimal() and str(int(k)) == k for k in value)
 
 
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "evaluation": _has_known_types, "rewards": _has_known_types, "pass_at_k": _is_pass_at_k,
-    "advantage_histogram": _is_histogram, "warnings": lambda value: isinstance(value, list),
+    "warnings": lambda value: isinstance(value, list),
     "examples": lambda value: isinstance(value, list) and all(isinstance(x, dict) for x in value),
     **dict.fromkeys(("slowest_reward", "prompt", "completion", "extra"), lambda value: True),
 }  # fmt: skip

@@ -11,21 +11,62 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from .charts import NOT_PLOTTED, flat, groups_of, pick
 from .files import write_text
-from .monitor import KINDS, WINDOW, Monitor
+from .monitor import ENTROPY, KL_PER_TOKEN, RULES, WINDOW, Monitor
 from .records import Record, finite, is_number, parse, records_of
-from .tasks import ARITHMETIC_MODEL, ARITHMETIC_SUMS
 
 TEMPLATE = Path(__file__).with_name("report.html")
-POINTS = 100_000  # values of all series together; longer series are thinned
 SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_LENGTH = 40, 8, 2000
+NOT_PLOTTED = {"step", "rollout", "seconds", "completions/count"}
+
+
+class Chart(NamedTuple):
+    """lines: labels by metric, drawn where it is known. kinds: alarms to shade. limit: of the monitor."""
+
+    title: str
+    unit: str
+    lines: dict[str, str]
+    kinds: tuple[str, ...] = ()
+    limit: float | None = None
+    log: bool = False
+
+
+CHARTS = [
+    Chart("Reward", "mean", {"reward": "training", "eval/reward": "held out", "eval/greedy_reward": "greedy"},
+          ("reward_hacking",)),
+    Chart("Held-out accuracy", "share of problems",
+          {"eval/pass_at_1": "pass@1", "eval/pass_at_n": "pass@n", "eval/greedy": "greedy"}),
+    Chart("KL", "nats per token", {"kl": "to the reference", "divergence": "to the teacher"}, ("kl_explosion",),
+          KL_PER_TOKEN),
+    Chart("Entropy", "nats per token", {"entropy": "entropy"}, ("mode_collapse",), ENTROPY),
+    Chart("Gradient norm", "before clipping, log scale", {"grad_norm": "norm"}, ("gradient_instability",), log=True),
+    Chart("Groups of equal rewards", "share of groups",
+          {"zero_gradient_groups": "all", "all_min_groups": "lowest", "all_max_groups": "highest"},
+          ("no_learning_signal",), RULES["no_learning_signal"].warning),
+    Chart("Spread of rewards", "standard deviation", {"reward_std": "all", "reward_group_std": "within groups"}),
+    Chart("Clipped tokens", "share of tokens",
+          {"clip_ratio/region": "all", "clip_ratio/low": "low", "clip_ratio/high": "high", "cispo_clip_ratio": "CISPO"},
+          ("clipping",), RULES["clipping"].warning),
+    Chart("Importance ratio", "lowest, mean, highest",
+          {"ratio/min": "lowest", "ratio/mean": "mean", "ratio/max": "highest"}, ("first_ratio",)),
+    Chart("Length", "tokens", {"completions/mean_length": "mean", "completions/max_length": "longest"},
+          ("truncation",)),
+    Chart("Completions", "share",
+          {"completions/clipped_ratio": "truncated", "completions/unique_ratio": "distinct in a group"},
+          ("truncation",)),
+    Chart("Unscored completions", "count", {"unscored": "unscored"}),
+    Chart("Rollout mismatch", "mean |difference of logps|, nats", {"rollout_mismatch/mean": "mean"},
+          ("rollout_mismatch",), RULES["rollout_mismatch"].warning),
+    Chart("Seconds per step", "by part",
+          {"seconds/rollout": "rollout", "seconds/rewards": "rewards", "seconds/update": "update"}),
+]  # fmt: skip
 
 
 def run(argv: Sequence[str]) -> int:
@@ -44,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html` into the output folder of a run and return its path.
+    """Writes `report.html` into the output folder of a run and returns its path.
 
     A run that goes on, a broken last line and missing files are no errors: the report says what it found. Raises
     ValueError where `folder` holds none of a run.
@@ -60,34 +101,34 @@ def write_report(folder: str | Path) -> Path:
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """Everything that the page shows, as plain JSON."""
+    """Returns everything that the page shows, as plain JSON."""
     notes: list[str] = []
     # After a resume that could not truncate the log, the later record of a step holds.
     lines = {(line["step"], "evaluation" in line): line for line in read_lines(folder / "log.jsonl", notes)}
     log = [lines[key] for key in sorted(lines)]
     records = [line for line in log if "evaluation" not in line]
-    evaluations = [line for line in log if "evaluation" in line]
+    evaluations = [flat(line) for line in log if "evaluation" in line]
     config, summary = (read_object(folder / name, notes) for name in ("config.json", "summary.json"))
-    found = Monitor(log)
+    monitor = Monitor(log)
     # Of every kind: "critical" or "warning" now, "past", "ok", or "unmeasured", where its metrics are not in the log.
-    checks = dict.fromkeys(KINDS, "unmeasured") | dict.fromkeys(found.checked(), "ok")
-    checks |= {e.alarm.kind: "past" if e.last is not None else e.alarm.severity for e in found.episodes}
-    steps = [record["step"] for record in records]
-    series = series_of(records, steps) | series_of([flat(record) for record in evaluations], [])
+    checks = {kind: "ok" if kind in monitor.measured else "unmeasured" for kind in RULES}
+    checks |= {e.alarm.kind: "past" if e.last is not None else e.alarm.severity for e in monitor.episodes}
+    series = series_of(records) | series_of(evaluations)
+    charts = charts_of(series)
     return {
         "title": folder.resolve().name,
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
-        **state_of(folder, records, evaluations, config, summary),
+        **state_of(folder, records, config, summary),
+        "tiles": tiles_of(records, evaluations, summary),
         "episodes": [
-            {**asdict(e.alarm), "title": KINDS[e.alarm.kind].title, "first": e.first, "last": e.last}
-            for e in found.episodes
+            {**asdict(e.alarm), "title": RULES[e.alarm.kind].title, "first": e.first, "last": e.last}
+            for e in monitor.episodes
         ],
-        "checks": [{"title": KINDS[kind].title, "state": state} for kind, state in checks.items()],
-        "groups": groups_of(series, records, evaluations, config),
-        "steps": steps,
-        "series": series,
-        "samples": samples_of(read_lines(folder / "samples.jsonl", notes), [e.first for e in found.episodes]),
-        "samples_note": "" if config.get("model_name_or_path") or not config else f"Here {ARITHMETIC_SUMS}.",
+        "checks": [{"title": RULES[kind].title, "state": state} for kind, state in checks.items()],
+        "charts": [chart._asdict() for chart in charts],
+        "last": records[-1]["step"] if records else 0,
+        "series": {key: series[key] for chart in charts for key in chart.lines if key in series},
+        "samples": samples_of(read_lines(folder / "samples.jsonl", notes)),
         "config": [[name, json.dumps(value, ensure_ascii=False)] for name, value in config.items()],
         "notes": notes,
     }
@@ -97,7 +138,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, notes: list[str]) -> list[Record]:
-    """The records of log.jsonl or samples.jsonl; lines that are none are noted."""
+    """Returns the records of log.jsonl or samples.jsonl; lines that are none are noted."""
     if not path.is_file():
         notes.append(f"There is no {path.name}.")
         return []
@@ -117,129 +158,93 @@ def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
-def state_of(
-    folder: Path, records: list[Record], evaluations: list[Record], config: Record, summary: Record
-) -> dict[str, Any]:
-    """state: "finished", "unfinished" or "empty"; the sentence about it; the tiles: label, value, earlier value."""
+def state_of(folder: Path, records: list[Record], config: Record, summary: Record) -> dict[str, Any]:
+    """Returns state ("finished", "unfinished" or "empty"), the sentence about it, and what the run trained."""
     last, goal = records[-1]["step"] if records else 0, config.get("max_steps")
     if summary:
-        state, text = "finished", f"Finished after {last:,} step{'' if last == 1 else 's'}"
+        state, text = "finished", f"Finished after {last:,} step{'' if last == 1 else 's'}."
     elif records:
         age = timedelta(seconds=max(0, round(time.time() - (folder / "log.jsonl").stat().st_mtime)))
-        state = "unfinished"
-        text = f"Step {last}{f' of {goal}' if goal else ''}; the log was last written {age} before this report"
+        of_goal = f" of {goal}" if goal else ""
+        state, text = "unfinished", f"Step {last}{of_goal}; the log was last written {age} before this report."
     else:
-        state, text = "empty", "No step is logged yet"
-    held_out = [record["evaluation"] for record in evaluations]
-    known, accuracy = (finite_values(held_out, key) for key in ("reward", "pass_at_1"))
-    judged = "Held-out reward"
-    if accuracy and len(accuracy) == len(known):
-        judged, known = "Held-out pass@1", accuracy
-    moves = {judged: (known[:1], known[-1:])} if len(known) > 1 else {}
-    if not moves and len(records) > WINDOW:
-        moves = {"The reward": ends(records, "reward"), "The divergence to the teacher": ends(records, "divergence")}
-    for name, values in moves.items():
-        for before, now in zip(*values, strict=False):
-            text += f". {name} {'rose' if now > before else 'did not change:' if now == before else 'fell'}"
-            text += f" from {before:.3f} to {now:.3f}"
+        state, text = "empty", "No step is logged yet."
+    facts = [str(config[name]) for name in ("model_name_or_path", "dataset_name", "loss_type") if config.get(name)]
+    return {"state": state, "sentence": text, "facts": facts}
+
+
+def tiles_of(records: list[Record], evaluations: list[Record], summary: Record) -> list[dict[str, str]]:
+    """Returns label, value and value at the start: of evaluations the first and the last, of steps means."""
+    known = [record["eval/pass_at_1"] for record in evaluations if record.get("eval/pass_at_1") is not None]
+    held_out = ("Held-out pass@1", "eval/pass_at_1") if known else ("Held-out reward", "eval/reward")
+    tiles = []
+    for (label, key), rows, size, form in (
+        (held_out, evaluations, 1, "{:.3f}"),
+        (("Reward", "reward"), records, WINDOW, "{:.3g}"),
+        (("Truncated", "completions/clipped_ratio"), records, WINDOW, "{:.0%}"),
+        (("Tokens per second", "tokens_per_second"), records, WINDOW, "{:,.0f}"),
+    ):
+        values = [value for row in rows if (value := finite(row.get(key))) is not None]
+        size = min(size, max(1, len(values) // 2))
+        before, now = (form.format(fmean(part)) if part else "" for part in (values[:-size][:size], values[-size:]))
+        tiles.append({"label": label, "value": now or "–", "before": before})
     seconds = finite((summary or (records[-1] if records else {})).get("seconds"))
-    tiles: dict[str, tuple[Sequence[Any], Sequence[Any], str]] = {
-        judged: (known[:-1][:1], known[-1:], "{:.3f}"),
-        "Reward": (*ends(records, "reward"), "{:.3g}"),
-        "Truncated": (*ends(records, "completions/clipped_ratio"), "{:.0%}"),
-        "Unscored": ([], [sum(finite_values(records, "unscored"))] if records else [], "{:,.0f}"),
-        "Tokens per second": ([], ends(records, "tokens_per_second")[1], "{:,.0f}"),
-        "Time": ([], [timedelta(seconds=round(seconds))] if seconds is not None and 0 <= seconds < 1e12 else [], "{}"),
-    }
-
-    def show(values: Sequence[Any], form: str) -> str:
-        return "".join(map(form.format, values))
-
-    facts = [config.get("model_name_or_path") or (ARITHMETIC_MODEL if config else None), config.get("loss_type")]
-    facts += [f"{config['num_generations']} completions per prompt" if "num_generations" in config else None]
-    return {
-        "state": state,
-        "sentence": f"{text}.",
-        "tiles": [
-            {"label": label, "value": show(now, form) or "–", "before": show(before, form)}
-            for label, (before, now, form) in tiles.items()
-        ],
-        "facts": [str(fact) for fact in facts if fact],
-    }
-
-
-def ends(records: list[Record], key: str) -> tuple[list[float], list[float]]:
-    """Mean of the first and of the last `WINDOW` values, or of each half of fewer: each a list of one or none."""
-    values = finite_values(records, key)
-    if len(values) < 2:
-        return [], values
-    size = min(WINDOW, len(values) // 2)
-    return [sum(values[:size]) / size], [sum(values[-size:]) / size]
-
-
-def finite_values(records: list[Record], key: str) -> list[float]:
-    return [value for record in records if (value := finite(record.get(key))) is not None]
+    shown = str(timedelta(seconds=round(seconds))) if seconds is not None and 0 <= seconds < 1e12 else "–"
+    return [*tiles, {"label": "Time", "value": shown, "before": ""}]
 
 
 # --- series -----------------------------------------------------------------------------------------------------------
 
 
-def series_of(records: list[Record], steps: list[int]) -> dict[str, dict[str, list[Any]]]:
-    """Each number of the records: "y", and "x" where its steps are not all of `steps`; a value that is not finite is
-    None. Of long logs each series keeps the lowest and the highest value of each stretch."""
-    found: dict[str, tuple[list[int], list[float | None]]] = {}
+def flat(record: Record) -> Record:
+    """Returns an evaluation with keys eval/...; eval/pass_at_n is pass@k for the largest k."""
+    found = {"step": record["step"]} | {f"eval/{key}": value for key, value in record["evaluation"].items()}
+    if at_k := record["evaluation"].get("pass_at_k"):
+        found["eval/pass_at_n"] = at_k[max(at_k, key=int)]
+    return found
+
+
+def series_of(records: list[Record]) -> dict[str, dict[str, list[Any]]]:
+    """Returns each number of the records, "y", with its steps, "x"; a value that is not finite is None."""
+    found: dict[str, dict[str, list[Any]]] = {}
     for record in records:
         for key, value in record.items():
             if is_number(value) and key not in NOT_PLOTTED:
-                x, y = found.setdefault(key, ([], []))
-                x.append(record["step"])
-                y.append(float(f"{value:.5g}") if math.isfinite(value) else None)
-    result = {}
-    for key, (x, y) in found.items():
-        keep = thin(y, max(50, POINTS // len(found)))
-        result[key] = {"y": [y[i] for i in keep]}
-        if len(keep) < len(x) or x != steps:
-            result[key]["x"] = [x[i] for i in keep]
-    return result
+                line = found.setdefault(key, {"x": [], "y": []})
+                line["x"].append(record["step"])
+                line["y"].append(float(f"{value:.5g}") if math.isfinite(value) else None)
+    return found
 
 
-def thin(values: Sequence[float | None], limit: int) -> list[int]:
-    """Indices of at most `limit` values, with the lowest (None is lower than all) and the highest of each stretch."""
-    if len(values) <= limit:
-        return list(range(len(values)))
-    size, keep = math.ceil(2 * len(values) / limit), set()
-    for start in range(0, len(values), size):
-        stretch = range(start, min(start + size, len(values)))
-        order = sorted(stretch, key=lambda i: -math.inf if (value := values[i]) is None else value)
-        keep |= {order[0], order[-1]}
-    return sorted(keep)
+def charts_of(series: dict[str, Any]) -> list[Chart]:
+    """Returns the charts that have data: `CHARTS`, and of what a reward function gave or logged one each."""
+    names = [key.split("/")[1] for key in series if key.startswith("rewards/") and key.endswith("/mean")]
+    own = [
+        Chart(f"Reward {name}", "", {f"rewards/{name}/mean": "mean", f"rewards/{name}/std": "std"}) for name in names
+    ]
+    own += [Chart(key.removeprefix("metrics/"), "", {key: "mean"}) for key in series if key.startswith("metrics/")]
+    return [chart for chart in [*CHARTS, *own] if series.keys() & chart.lines]
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-def samples_of(rows: list[Record], alarms: Iterable[int]) -> dict[str, Any]:
-    """Completions at up to `SAMPLE_STEPS` steps, those where an alarm began among them."""
+def samples_of(rows: list[Record]) -> list[dict[str, Any]]:
+    """Returns completions at up to `SAMPLE_STEPS` steps, evenly, with the first and the last."""
     by_step: dict[int, list[Record]] = {}
     for row in rows:
         by_step.setdefault(row["step"], []).append(row)
-    steps = sorted(by_step)
-    chosen = {step for step in list(dict.fromkeys(alarms))[: SAMPLE_STEPS // 4] if step in by_step}
-    chosen |= set(pick(steps, SAMPLE_STEPS - len(chosen)))
-    found = [
-        {"step": step, "rows": list(map(show_sample, by_step[step][:SAMPLES_PER_STEP]))} for step in sorted(chosen)
-    ]
-    return {"steps": found, "of": len(steps)}
+    steps, count = sorted(by_step), min(SAMPLE_STEPS, len(by_step))
+    chosen = [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
+    return [{"step": step, "rows": list(map(show_sample, by_step[step][:SAMPLES_PER_STEP]))} for step in chosen]
 
 
 def show_sample(row: Record) -> dict[str, Any]:
     return {
         "prompt": shorten(row.get("prompt")),
         "completion": shorten(row.get("completion")),
-        "reward": finite(row.get("reward")),
-        "advantage": finite(row.get("advantage")),
+        **{name: finite(row.get(name)) for name in ("reward", "advantage", "tokens")},
         "rewards": {name: finite(value) for name, value in row.get("rewards", {}).items()},
-        "tokens": finite(row.get("tokens")),
     }
 
 

@@ -1,15 +1,12 @@
-"""Completions, sampled by transformers (sampling.py) or vLLM (vllm.py), and their lines in a checkpoint. Token ids are
-never re-encoded."""
+"""Completions, sampled by transformers (sampling.py) or vLLM (vllm.py). Token ids are never re-encoded."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +14,6 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import RunError
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
 from .rewards.answers import reply
@@ -88,6 +84,7 @@ def keeps_cache(policy: nn.Module, ranks: Ranks) -> bool:
     wrapped: Any = getattr(policy, "module", policy)  # within DDP
     lm = wrapped.lm
     name = type(lm.get_base_model() if hasattr(lm, "get_base_model") else lm).__name__
+    lost = math.inf
     for cached in (True, False):
         found = max(ranks.gather([infer(policy, "decoding_error", cached=cached)]))
         if math.isnan(found.error):
@@ -101,11 +98,7 @@ def keeps_cache(policy: nn.Module, ranks: Ranks) -> bool:
             "from those of each row alone; expected a causal model whose attention_mask hides padding"
         )
     if not cached and ranks.index == 0:
-        why = f"it loses {lost:.2g} nats of a token" if lost < math.inf else "it keeps none that can be used"
-        print(
-            f"{name} is sampled without a cache ({why}): each token takes a forward of its whole sequence; use_vllm "
-            "may be faster", file=sys.stderr,
-        )  # fmt: skip
+        print(f"{name} is sampled without a cache (with it, it loses {lost:.2g} nats of a token)", file=sys.stderr)
     return cached
 
 
@@ -137,7 +130,7 @@ class Sampler:
             lm = getattr(self.policy, "module", self.policy).lm  # within DDP
             return self.vllm.sample(lm, prompts, greedy=greedy, step=step, ends=self.ends)
         self.policy.eval()
-        size, found = self.arguments.per_device_generation_batch_size or self.arguments.rows_per_rollout(1), []
+        size, found = self.arguments.rows_per_rollout(1), []
         for first in range(0, len(prompts), size):
             self.progress(first, len(prompts))
             with self.signals.at_once():
@@ -161,30 +154,3 @@ class Sampler:
         own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
         found = self.sample(own, stream=f"evaluation {seed}", greedy=greedy, step=step)
         return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
-
-
-# --- rollouts in checkpoints ------------------------------------------------------------------------------------------
-
-
-def to_lines(rollout: Sequence[Completion]) -> str:
-    """A completion a line; float32 numbers exactly as they are. What JSON lacks, such as dates, becomes text."""
-
-    def plain(value: Any) -> Any:
-        return value.tolist() if isinstance(value, torch.Tensor) else str(value)
-
-    return "".join(json.dumps(vars(c), default=plain) + "\n" for c in rollout)
-
-
-def from_lines(path: Path) -> list[Completion]:
-    """The completions that `to_lines` wrote into a file."""
-    found: list[Completion] = []
-    try:
-        for line in path.read_text().splitlines():
-            values = dict(json.loads(line))
-            for name in ("logps", "advantage", "old_logps", "ref_logps"):
-                if values.get(name) is not None:
-                    values[name] = torch.tensor(values[name], dtype=torch.float32)
-            found.append(Completion(**values))
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{path}, line {len(found) + 1}: {error}") from None
-    return found

@@ -9,7 +9,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,41 +18,21 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from transformers import GenerationConfig, get_scheduler
+from transformers import get_scheduler
 
 from . import RunError
 from .adamw import check_state_of, make_optimizer
 from .arguments import TrainArguments, to_json
 from .batch import model_inputs
-from .checkpoint import (
-    CONFIG,
-    ROLLOUT,
-    RUN,
-    STATE,
-    TENSORS,
-    Progress,
-    check_state,
-    claim_folder,
-    norm,
-    prune,
-    read_checkpoint,
-)
+from .checkpoint import CONFIG, RUN, STATE, Progress, check_state, claim_folder, norm, prune, read_checkpoint
 from .data import Columns, Prompt, fingerprint, load_prompts
 from .files import lock_folder, remove_leftovers, write_atomically, write_text
 from .log import RunLog
-from .memory import advice_on_memory
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
-from .ranks import (
-    Ranks,
-    Signals,
-    forget_earlier_run,
-    init_trackers,
-    make_accelerator,
-)
+from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
 from .rewards import Rewards
-from .rollout import Completion, Sampler, infer, keeps_cache, to_lines
+from .rollout import Completion, Sampler, infer, keeps_cache
 from .sampling import eos_ids
-from .saving import bytes_of_checkpoint, check_room, savable
 from .tasks import ARITHMETIC
 from .vllm import VLLM
 
@@ -67,6 +48,25 @@ class Given(NamedTuple):
 
 NOTHING = Given({})
 ENDS_UNSAVED = "the run ends here, and its checkpoints are those of earlier steps"
+# Of allocators that raise RuntimeError: torch's for CPUs, cuBLAS, CUDA's runtime.
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
+
+
+@contextmanager
+def advice_on_memory(phase: Callable[[], str]) -> Iterator[None]:
+    """Make RunError, with the options to lower, of an allocation that fails within it. phase: what was going on."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not (known or any(words in str(error) for words in OUT_OF_MEMORY)):
+            raise
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise RunError(
+            f"out of memory ({phase()}): {reason[0]}; lower per_device_train_batch_size, with "
+            "gradient_accumulation_steps raised as much, or max_completion_length. Less memory is taken with "
+            "gradient_checkpointing, with use_peft, with fsdp over several GPUs, or by a smaller model"
+        ) from error
 
 
 class Run:
@@ -94,18 +94,17 @@ class Run:
                 from .arithmetic import start_model
 
                 start_model(source, seed=a.seed, quiet=a.dry_run)
-        self._generation_config: GenerationConfig | None = None
         self.tokenizer = tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
         lm = load_model(source, a, self.checkpoint, given.model)
         self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=which) for which in (False, True))
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts)
-        self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
+        self.rewards = make_rewards(a, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
         vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None
-        with advice_on_memory(a, lambda: "set-up"):
+        with advice_on_memory(lambda: "set-up"):
             self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
         self.scheduler = get_scheduler(
@@ -118,14 +117,13 @@ class Run:
             [Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, self.prompts[0].ids[-1:], ended=True)],
             a, tokenizer.pad_token_id, self.accelerator.device,
         )  # fmt: skip
-        with advice_on_memory(a, lambda: "set-up"):
+        with advice_on_memory(lambda: "set-up"):
             self._score_a_token()
             cached = vllm is None and keeps_cache(self.policy, self.ranks)
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 self._try_to_save()
             if not a.dry_run:
-                check_room(self.folder, self.bytes_of_checkpoint())
                 init_trackers(self.accelerator, a, self.options)
             if self.accelerator.is_main_process:
                 write_text(self.folder / CONFIG, json.dumps(self.options, indent=1) + "\n")
@@ -137,46 +135,36 @@ class Run:
     def _score_a_token(self) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
         and where the model is prepared, since parameters are whole in its forward alone. Broken weights show too."""
-        a, inputs = self.arguments, self._first_inputs
+        option = "model_name_or_path"
         try:
             if not math.isfinite(logp := self._logp_of_a_token()):
                 raise ValueError(f"the log-probabilities of its tokens are {logp}; expected weights that are finite")
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"model_name_or_path={a.model_name_or_path}: {error}") from error
-        if self.teacher is not None:
-            try:
-                rows = len(self.teacher(inputs, self.vocab_size).weight)
+            if self.teacher is not None:
+                option = "teacher_model_name_or_path"
+                rows = len(self.teacher(self._first_inputs, self.vocab_size).weight)
                 if rows < self.vocab_size:
                     raise ValueError(f"its lm_head has {rows} rows, the model's {self.vocab_size}; expected as many")
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"teacher_model_name_or_path={a.teacher_model_name_or_path}: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{option}={getattr(self.arguments, option)}: {error}") from error
 
     def _try_to_save(self) -> None:
-        """What of the model can be saved, beside the weights; raises ValueError where it or the tokenizer cannot."""
+        """Raise ValueError where model or tokenizer cannot be saved."""
         config = getattr(self.bare_policy.lm, "generation_config", None)
-        if config is not None and not self.arguments.use_peft:
-            self._generation_config, left = savable(config)
-            if left:
-                print(
-                    f"generation_config: {', '.join(f'{name}={value}' for name, value in left.items())} is left out of "
-                    "the models that are saved: transformers saves what goes together (a temperature with do_sample)",
-                    file=sys.stderr,
-                )
+        if config is not None:
+            try:
+                config.validate(strict=True)
+            except ValueError:  # of a temperature, say, which generate() passes over
+                config.do_sample = True
+                print("generation_config has options of sampling without do_sample: it gets do_sample", file=sys.stderr)
         try:
             with tempfile.TemporaryDirectory(dir=self.folder, prefix=".trial-", suffix=".partial") as folder:
-                if self.arguments.use_peft:  # which saves no adapter without its tensors
-                    self.bare_policy.lm.active_peft_config.save_pretrained(folder)
-                    self.tokenizer.save_pretrained(folder)
-                else:
-                    self.write_model(Path(folder), {})
+                if not self.arguments.use_peft:  # PEFT saves no adapter without its tensors
+                    save_model(self.bare_policy.lm, Path(folder), {})
+                self.tokenizer.save_pretrained(folder)
         except Exception as error:  # of many types, of transformers, tokenizers and the system
             raise ValueError(
                 f"output_dir={self.folder}: model and tokenizer cannot be saved: {type(error).__name__}: {error}"
             ) from error
-
-    def bytes_of_checkpoint(self) -> int:
-        a = self.arguments
-        return bytes_of_checkpoint(self.bare_policy, adapter=a.use_peft, reference=bool(a.beta))
 
     def _logp_of_a_token(self) -> float:
         """Nats, of the last token of the first prompt, once more after it."""
@@ -212,14 +200,7 @@ class Run:
 
     def write_model(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         """Model and tokenizer in transformers' format."""
-        lm, own = self.bare_policy.lm, getattr(self.bare_policy.lm, "generation_config", None)
-        if self._generation_config is not None:
-            lm.generation_config = self._generation_config
-        try:
-            save_model(lm, folder, state)
-        finally:
-            if self._generation_config is not None:
-                lm.generation_config = own
+        save_model(self.bare_policy.lm, folder, state)
         self.tokenizer.save_pretrained(folder)
 
     def save_model(self, folder: Path) -> None:
@@ -236,27 +217,24 @@ class Run:
         self.check_sound(progress.step)
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, progress.log_sizes = self.model_state(), self.log.sizes()
-        tensors = {
+        state = {
             # torch makes a step with gradients of 0 where there was none, which AdamW would count.
             "optimizer": get_optimizer_state_dict(self.bare_policy, self.optimizer.optimizer, options=whole)
             if progress.step
             else None,
             "scheduler": self.scheduler.state_dict(),
             "reference": None if self.reference is None else self.reference.state_dict(),
-        }
-        state = {
             "progress": {name: value for name, value in vars(progress).items() if name != "rollout"},
+            # Prompts, columns and what functions gave to log_extra have done their work: rewards are known.
+            "rollout": [vars(replace(c, prompt="", columns={}, extra={})) for c in progress.rollout],
             "prompts": fingerprint(self.prompts),
-            **_environment(),
+            "environment": _environment(),
         }
 
         def fill(folder: Path) -> None:
             self.write_model(folder, weights)
-            torch.save(tensors, folder / TENSORS)
-            (folder / STATE).write_text(json.dumps(state, indent=1))
+            torch.save(state, folder / STATE)
             (folder / RUN).write_text(json.dumps(self.options, indent=1))
-            # Columns and what functions gave to log_extra have done their work: rewards are known.
-            (folder / ROLLOUT).write_text(to_lines([replace(c, columns={}, extra={}) for c in progress.rollout]))
 
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
@@ -270,28 +248,26 @@ class Run:
         """
         folder = self.checkpoint
         assert folder is not None
-        state, tensors, progress = read_checkpoint(folder)
-        for name, now in _environment().items():
-            if (written := state.get(name)) != now:
-                print(f"{folder} was written with {name}={written}, now {now}: results may differ", file=sys.stderr)
+        state, progress = read_checkpoint(folder)
         try:
-            self._load(tensors)
+            for name, now in _environment().items():
+                if (written := state["environment"].get(name)) != now:
+                    print(f"{folder} was written with {name}={written}, now {now}: results may differ", file=sys.stderr)
+            if state["optimizer"] is not None:
+                options = StateDictOptions(full_state_dict=True, strict=False)  # without gradients there is no state
+                set_optimizer_state_dict(
+                    self.bare_policy, self.optimizer.optimizer, state["optimizer"], options=options
+                )
+                check_state_of(self.optimizer)
+            self.scheduler.load_state_dict(state["scheduler"])
+            if self.reference is not None:
+                self.reference.load_state_dict(state["reference"])
         except Exception as error:  # of many types: the checkpoint is data
             raise RunError(
-                f"{folder}/{TENSORS} does not fit the model: {type(error).__name__}: {error}; a new run may begin with "
+                f"{folder}/{STATE} does not fit the model: {type(error).__name__}: {error}; a new run may begin with "
                 f"model_name_or_path={folder}"
             ) from error
         return progress
-
-    def _load(self, tensors: dict[str, Any]) -> None:
-        """Set optimizer, scheduler and reference policy to what `save` wrote."""
-        if tensors["optimizer"] is not None:
-            options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
-            set_optimizer_state_dict(self.bare_policy, self.optimizer.optimizer, tensors["optimizer"], options=options)
-            check_state_of(self.optimizer)
-        self.scheduler.load_state_dict(tensors["scheduler"])
-        if self.reference is not None:
-            self.reference.load_state_dict(tensors["reference"])
 
     def close(self) -> None:
         if self.rewards is not None:
@@ -310,7 +286,8 @@ class Run:
 
 def _environment() -> dict[str, Any]:
     """What results may depend on beside the options."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    return {**versions, "threads": torch.get_num_threads()}
 
 
 # --- model, data, rewards ---------------------------------------------------------------------------------------------
@@ -345,34 +322,17 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
     return prompts[: a.eval_max_prompts] if held_out else prompts
 
 
-def _absolute(reward: Any) -> Any:
-    """path/file.py:function by its absolute path: the import of another reward may change the working directory."""
-    path, _, name = reward.rpartition(":") if isinstance(reward, str) else ("", "", "")
-    return f"{Path(path).absolute()}:{name}" if path.endswith(".py") else reward
-
-
 def make_rewards(
-    a: TrainArguments,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    held_out: Sequence[Prompt],
-    given: Given = NOTHING,
+    a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
 ) -> Rewards | None:
     """The reward functions, which find the columns that they read; None where options name none."""
     if not a.reward_funcs:
         return None
-    rewards = Rewards(
-        [_absolute(reward) for reward in given.rewards or a.reward_funcs],
-        a.reward_weights,
-        timeout=a.reward_timeout,
-        pattern=a.reward_pattern,
-    )
+    rewards = Rewards(list(given.rewards or a.reward_funcs), a.reward_weights, timeout=a.reward_timeout)
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
-        names = {name: None for prompt in part for name in prompt.columns}
         try:
             if part:
-                rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in names})
+                rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in part[0].columns})
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
-    rewards.check_form(tokenizer, [*prompts, *held_out])
     return rewards

@@ -31,16 +31,16 @@ def eos_ids(lm: Any, tokenizer: Any) -> list[int]:
 
     Raises ValueError for one that the model has no embedding for.
     """
-    of_model = lm.generation_config.eos_token_id if lm.generation_config is not None else None
-    found: dict[str, Any] = {
-        "generation_config.eos_token_id of the model": of_model if isinstance(of_model, (list, tuple)) else [of_model],
-        "eos_token_id of the tokenizer": [tokenizer.eos_token_id],
-    }
-    size = lm.get_input_embeddings().weight.shape[0]
-    for name, ids in found.items():
-        if wrong := [id for id in ids if id is not None and not (isinstance(id, int) and 0 <= id < size)]:
-            raise ValueError(f"{name} is {wrong[0]!r}; expected an id from 0 to {size - 1}, the model's embeddings")
-    return sorted({id for ids in found.values() for id in ids} - {None})
+    config, found = lm.generation_config, set[int]()
+    size, of_model = lm.get_input_embeddings().weight.shape[0], config and config.eos_token_id
+    for name, ids in (("generation_config of the model", of_model), ("tokenizer", tokenizer.eos_token_id)):
+        for id in ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]:
+            if not (isinstance(id, int) and 0 <= id < size):
+                raise ValueError(
+                    f"eos_token_id of the {name} is {id!r}; expected an id from 0 to {size - 1}, the model's embeddings"
+                )
+            found.add(id)
+    return sorted(found)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import RunError
-from .arguments import VLLM_OPTIONS, TrainArguments
+from .arguments import TrainArguments
 from .rollout import Sampled
 
 
@@ -35,7 +35,7 @@ class VLLM:
         self._step: int | None = None
         settings: dict[str, Any] = {
             "model": source, "dtype": "bfloat16" if a.bf16 else a.dtype, "seed": a.seed,
-            "gpu_memory_utilization": a.vllm_gpu_memory_utilization, "trust_remote_code": a.trust_remote_code,
+            "trust_remote_code": a.trust_remote_code,
             "tensor_parallel_size": 1,  # each process samples prompts of its own
             # Under torchrun each process has an engine of its own; this launcher takes RANK and others from there.
             "distributed_executor_backend": "external_launcher" if "RANK" in os.environ else None,
@@ -47,7 +47,7 @@ class VLLM:
         if twice := settings.keys() & further.keys():
             raise ValueError(f"vllm_kwargs={a.vllm_kwargs}: the trainer sets {', '.join(sorted(twice))} itself")
         with self._reasons():
-            self.engine = vllm.LLM(**settings, **further)
+            self.engine = vllm.LLM(**settings, **{"gpu_memory_utilization": 0.3} | further)
 
     @contextmanager
     def _reasons(self) -> Iterator[None]:
@@ -55,7 +55,7 @@ class VLLM:
         try:
             yield
         except Exception as error:  # of any type
-            given = [name for name in (*VLLM_OPTIONS, "top_p", "top_k") if self._arguments.is_given(name)]
+            given = [name for name in ("vllm_kwargs", "top_p", "top_k") if self._arguments.is_given(name)]
             options = ", ".join(f"{name}={getattr(self._arguments, name)!r}" for name in given)
             # pydantic's hold the reason among the values of all fields
             reason = " ".join(e["msg"] for e in error.errors()) if hasattr(error, "errors") else str(error)

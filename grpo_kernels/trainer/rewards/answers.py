@@ -1,8 +1,7 @@
 """Rewards from the text of a completion, 1.0 or 0.0: one right answer, or the form. A completion has to commit itself:
 one that names several answers gets 0, but for `last_number`.
 
-Pure functions of texts, without signals or alarms: they give the same scores in any thread. All patterns are linear,
-but for a user's own (`format`), for which a worker reads this file without the package.
+All patterns are linear.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ NUMBER = re.compile(r"(?<![\w.])([+-]?)\$?(\d{1,30}(?:,\d{3}){0,10})(\.\d{1,30})
 MARKED = [re.compile(r"####[ \t]*([^\n]{0,200})"), re.compile(r"\\boxed\{([^{}\n]{0,200})\}")]
 SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
-TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 WITHOUT_TAGS = r"(?:(?!</?think>|</?answer>).)*"
-# Each tag once, in order, with only blanks around the blocks.
-FORM = re.compile(rf"\s*<think>{WITHOUT_TAGS}</think>\s*<answer>{WITHOUT_TAGS}</answer>\s*", re.DOTALL)
+# Each tag once, in order, with only blanks around the blocks. The first may be missing: chat templates of thinking
+# models write it at the end of the prompt.
+FORM = re.compile(rf"\s*(?:<think>)?{WITHOUT_TAGS}</think>\s*<answer>{WITHOUT_TAGS}</answer>\s*", re.DOTALL)
 
 
 def text_of(completion: Any) -> str:
@@ -106,36 +105,6 @@ def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     return [float(any(number_in(x.group()) == gold_number(right) for x in last)) for last, right in pairs]
 
 
-# --- the form ---------------------------------------------------------------------------------------------------------
-
-
-def compiled(pattern: str) -> re.Pattern[str]:
-    """`pattern` as the reward takes it: "." is any character. Raises ValueError where it is no regular expression."""
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"reward_pattern={pattern!r} is no regular expression: {error}") from None
-
-
-def opening_of(prompt: Any, opening: str) -> str:
-    """The first tag, where a completion goes on behind it: a prompt that is continued ends with it, or the chat
-    template writes it (`opening`)."""
-    if not isinstance(prompt, str) and prompt[-1]["role"] != "assistant":
-        return opening
-    return TAGS[0] if text_of(prompt).rstrip().endswith(TAGS[0]) else ""
-
-
-def format(
-    completions: Sequence[Any], prompts: Sequence[Any] = (), pattern: str | None = None, opening: str = "", **_: Any
-) -> list[float]:
-    """1 if the whole completion has the form, behind a first tag that its prompt ends with (`opening_of`). `pattern`: a
-    regular expression in place of the form, for the completion with or without that tag; "." is any character."""
-    texts = [text_of(completion) for completion in completions]
-    begun = [opening_of(prompt, opening) for prompt in prompts] or [opening] * len(texts)
-    if pattern is None:
-        return [float(bool(FORM.fullmatch(first + text))) for first, text in zip(begun, texts, strict=True)]
-    match = compiled(pattern).fullmatch
-    return [
-        float(any(match(whole.strip()) for whole in {text, first + text}))
-        for first, text in zip(begun, texts, strict=True)
-    ]
+def format(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 if the whole completion has the form."""
+    return [float(bool(FORM.fullmatch(text_of(completion)))) for completion in completions]

@@ -15,7 +15,6 @@ import torch
 
 from .. import RunError
 from . import answers
-from .answers import TAGS
 from .worker import Result, Worker, call, find
 
 NAN = float("nan")
@@ -79,29 +78,24 @@ class Value(NamedTuple):
 class Function:
     """A reward function by its name: in this process, or in a worker if it is the user's and there is a time limit."""
 
-    def __init__(self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None) -> None:
-        self.constants: dict[str, Any] = {}
+    def __init__(self, spec: str | Callable[..., Any], timeout: float | None) -> None:
         self.check_answer: Callable[[Any], object] | None = None
-        in_worker: str | None = None
+        self.worker: Worker | None = None
         if callable(spec):
             self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
         elif spec in BUILT_IN:
             self.name, (self.function, self.check_answer) = spec, BUILT_IN[spec]
-            if spec == "format" and pattern is not None:  # which may take forever on some text
-                self.constants, in_worker = {"pattern": pattern}, f"{answers.__file__}:format"
         elif ":" in spec or "." in spec:
-            self.name, self.function, in_worker = spec.replace(":", ".").rpartition(".")[2], find(spec), spec
+            self.name, self.function = spec.replace(":", ".").rpartition(".")[2], find(spec)
+            self.worker = None if timeout is None else Worker(spec, timeout)
         else:
-            raise ValueError(
-                f"reward {spec!r} is none of the built-in ones ({', '.join(BUILT_IN)}); your own is module:function or "
-                "path/file.py:function"
-            )
-        self.worker = Worker(in_worker, timeout) if in_worker and timeout is not None else None
+            expected = f"one of {', '.join(BUILT_IN)}, module:function or path/file.py:function"
+            raise ValueError(f"reward {spec!r} is none of the built-in ones; expected {expected}")
 
     def call(self, given: dict[str, Any]) -> Result:
-        """It gets copies: what it changes in its arguments is not changed for others, who train on completion_ids."""
+        """Calls it with copies: what it changes in its arguments is not changed for others, who train on them."""
         try:
-            arguments = pickle.dumps(given | self.constants)
+            arguments = pickle.dumps(given)
             return self.worker.call(arguments) if self.worker else call(self.function, pickle.loads(arguments))
         except Exception as error:  # of what a column holds, or of a process that cannot start again
             raise RunError(f"reward {self.name!r} cannot be called: {type(error).__name__}: {error}") from error
@@ -130,15 +124,13 @@ class Function:
     def value(self, item: Any) -> Value:
         has_steps = isinstance(item, (list, tuple))
         numbers = list(item) if has_steps else [item]
-        if not numbers:
-            expected = "a number for each of its steps, at least one, or None where it does not apply"
-            raise self.returned("[] for a completion", expected)
         try:
-            if any(isinstance(number, (str, bytes)) for number in numbers):
+            if not numbers or any(isinstance(number, (str, bytes)) for number in numbers):
                 raise TypeError
             numbers = [float(number) for number in numbers]
         except (TypeError, ValueError, OverflowError):
-            raise self.returned(f"{item!r:.80} for a completion", "a number or None") from None
+            expected = "a number, None, or a number for each of its steps"
+            raise self.returned(f"{item!r:.80} for a completion", expected) from None
         if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
             return Value(NAN, error=(f"reward {self.name!r} returned {item!r:.80}",) * 2)
         return Value(sum(numbers), numbers if has_steps else None)
@@ -151,38 +143,28 @@ class Rewards:
     """Reward functions and their weights.
 
     Args:
-        specs: each a built-in name (exact_answer, gsm8k, format), "module:function", "path/file.py:function",
-            "package.module.function", or a callable. Signature as in TRL: function(prompts, completions,
-            completion_ids, trainer_state, log_metric, log_extra, **columns) -> list of float, None, or list of float
-            (rewards of steps); async functions as well. None: the function does not apply to this completion. NaN,
-            infinity or an exception: the completion stays unscored.
+        specs: each a built-in name, "module:function", "path/file.py:function", "package.module.function", or a
+            callable. Signature as in TRL: function(prompts, completions, completion_ids, trainer_state, log_metric,
+            log_extra, **columns) -> list of float, None, or list of float (rewards of steps); async functions as well.
+            None: the function does not apply to this completion. NaN, infinity or an exception: it stays unscored.
         weights: of the functions, 1 by default.
         timeout: seconds of CPU time for a call of a function given by its module, which then runs in a process of its
             own. A call that takes longer or raises is repeated for each completion alone, to find those that fail.
-        pattern: for "format", a regular expression in place of <think>...</think><answer>...</answer>.
 
     Raises:
         ValueError: an unknown function, two of the same name, weights that do not fit.
     """
 
     def __init__(
-        self,
-        specs: Sequence[str | Callable[..., Any]],
-        weights: Sequence[float] | None = None,
-        *,
-        timeout: float | None = None,
-        pattern: str | None = None,
+        self, specs: Sequence[Any], weights: Sequence[float] | None = None, *, timeout: float | None = None
     ) -> None:
         if timeout is not None and not 0 < timeout < math.inf:
             raise ValueError(f"reward timeout is {timeout!r}, expected seconds above 0")
-        if pattern is not None and "format" not in specs:
-            raise ValueError("a pattern has no effect without the reward 'format'")
         self.weights = [1.0] * len(specs) if weights is None else list(weights)
         if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
-            raise ValueError(
-                f"reward_weights is {weights!r}, expected one finite number for each of {len(specs)} functions"
-            )
-        self.functions = [Function(spec, timeout, pattern) for spec in specs]
+            expected = f"one finite number for each of {len(specs)} functions"
+            raise ValueError(f"reward_weights is {weights!r}, expected {expected}")
+        self.functions = [Function(spec, timeout) for spec in specs]
         self.names = [function.name for function in self.functions]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
@@ -195,9 +177,7 @@ class Rewards:
                 cannot read, by its number from 0.
         """
         if taken := sorted(columns.keys() & GIVEN):
-            raise ValueError(
-                f"the data has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
-            )
+            raise ValueError(f"the data has the column {taken[0]!r}, which rewards get from the trainer; rename it")
         for function in self.functions:
             for p in inspect.signature(function.function).parameters.values():
                 needed = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -210,28 +190,6 @@ class Rewards:
                 except ValueError as error:
                     raise ValueError(f"row {row}, reward {function.name!r}: {error}") from None
 
-    def check_form(self, tokenizer: Any, prompts: Sequence[Any]) -> None:
-        """Tells "format" whether the chat template begins answers to `prompts` (of data.py) with its first tag.
-
-        Raises:
-            ValueError: the text of no completion can have the form.
-        """
-        for function in self.functions:
-            if function.function is not answers.format:
-                continue
-            needed = [tag for tag in TAGS if tag in function.constants.get("pattern", tag)]
-            ids = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in needed}
-            if lost := [tag for tag in needed if tag not in tokenizer.decode(ids[tag], skip_special_tokens=True)]:
-                raise ValueError(
-                    "reward 'format' would be 0 for every completion: the text that rewards get never has "
-                    f"{', '.join(lost)}, for which the tokenizer has special tokens, or none; expected ordinary "
-                    "tokens, or another reward_pattern"
-                )
-            chats = (p for p in prompts if not isinstance(p.prompt, str) and p.prompt[-1]["role"] != "assistant")
-            first = next(chats, None)
-            if first is not None and tokenizer.decode(first.ids).rstrip().endswith(TAGS[0]):
-                function.constants["opening"] = TAGS[0]
-
     def score(
         self,
         *,
@@ -241,7 +199,7 @@ class Rewards:
         columns: dict[str, list[Any]],
         step: int,
     ) -> RewardBatch:
-        """Raises: RunError for a result of the wrong length or type."""
+        """Scores B completions; raises RunError for a result of the wrong length or type."""
         given = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         state, count = {"trainer_state": SimpleNamespace(global_step=step)}, len(completions)
         batch, table = RewardBatch(), []

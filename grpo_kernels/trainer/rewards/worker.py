@@ -1,7 +1,7 @@
 """Finds and calls reward functions, here or in a process of their own that can be killed.
 
-The process imports the function, gets batches as pickles over a socket and answers in JSON: what it sends is data here,
-whatever it is. It runs this file as a script and imports nothing else of this package, nor torch, which takes seconds.
+The process imports the function, gets batches as pickles and answers in JSON: what it sends is data here, whatever it
+is. It runs this file as a script and imports nothing else of this package, nor torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import math
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
-from ctypes import CDLL
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,14 +40,14 @@ class Result(NamedTuple):
     late: bool = False
 
 
-def failed(message: str) -> Result:
+def failed(message: str, *, late: bool = False) -> Result:
     """Returns the result of a failure, with the traceback of the exception that is being handled, if one is."""
     trace = traceback.format_exc() if sys.exc_info()[0] else message
-    return Result(None, {}, {}, (message, trace))
+    return Result(None, {}, {}, (message, trace), late)
 
 
 def find(spec: str) -> Callable[..., Any]:
-    """The function of "module:function", of "package.module.function" or of "path/file.py:function".
+    """Returns the function of "module:function", "package.module.function" or "path/file.py:function".
 
     Raises:
         ValueError: there is no such file, module or function, or it is no function.
@@ -67,29 +64,23 @@ def find(spec: str) -> Callable[..., Any]:
         raise ValueError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function) or isinstance(function, type):
-        raise ValueError(
-            f"reward {spec!r}: {name!r} of module {module_name!r} is {function!r:.60}, expected a function"
-        )
+        found = f"{name!r} of module {module_name!r} is {function!r:.60}"
+        raise ValueError(f"reward {spec!r}: {found}, expected a function")
     return function
 
 
 def from_file(path: Path) -> Any:
-    """The module of a file, which finds those beside it, and is imported once. Its name is the path: one like random.py
-    hides no module."""
+    """Returns the module of a file, which finds those beside it, and is imported once. Its name is the path: one like
+    random.py hides no module."""
     name = str(path.resolve())
-    if name in sys.modules:
-        return sys.modules[name]
-    if os.path.dirname(name) not in sys.path:
+    if name not in sys.modules:
         sys.path.append(os.path.dirname(name))
-    spec = importlib.util.spec_from_file_location(name, name)
-    assert spec is not None and spec.loader is not None  # of a name that ends with .py
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
+        spec = importlib.util.spec_from_file_location(name, name)
+        assert spec is not None and spec.loader is not None  # of a name that ends with .py
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where a dataclass of the file looks for it
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return sys.modules[name]
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
@@ -106,12 +97,10 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
         value = function(**arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        # A tensor of one number has __iter__, which raises.
-        if not isinstance(value, (str, bytes, dict)) and hasattr(value, "__iter__") and getattr(value, "ndim", 1) != 0:
-            items = list(value)
+        if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0:
             # Arrays of numpy or torch. Those of (B, 1), as reward models give them, are a number each, not a step each.
-            one_each = all(math.prod(getattr(x, "shape", (0,))) == 1 for x in items if hasattr(x, "tolist"))
-            value = [(x.item() if one_each else x.tolist()) if hasattr(x, "tolist") else x for x in items]
+            one_each = all(math.prod(x.shape) == 1 for x in value if hasattr(x, "shape"))
+            value = [(x.item() if one_each else x.tolist()) if hasattr(x, "shape") else x for x in value]
     except (Exception, SystemExit) as error:
         return failed(f"{type(error).__name__}: {error}")
     return Result(value, metrics, extra)
@@ -120,11 +109,8 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """In the process: answers each call. It ends with its input, and with the trainer."""
-    if sys.platform == "linux":
-        CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # in the middle of a call as well
-    trainer = Connection(int(sys.argv[1]))
+def serve(trainer: Connection) -> None:
+    """Answers each call, in the process, until the trainer closes the connection or ends."""
 
     def send(result: Result) -> None:
         try:
@@ -147,7 +133,6 @@ def serve() -> None:
             result = call(function, arguments)
             signal.setitimer(signal.ITIMER_PROF, 0)
             send(result)
-    return None
 
 
 def plain(item: Any) -> Any:
@@ -164,11 +149,8 @@ def read_answer(answer: bytes) -> Result:
         metrics = {name: [float(number) for number in numbers] for name, numbers in found["metrics"].items()}
         if not all(metrics.values()) or not all(isinstance(column, list) for column in found["extra"].values()):
             raise ValueError("numbers of log_metric or values of log_extra are missing")
-        error = found["error"]
-        if error is not None:
-            message, trace = map(str, error)
-            error = message, trace
-        return Result(found["value"], metrics, found["extra"], error)
+        message, trace = map(str, found["error"] or ("", ""))
+        return Result(found["value"], metrics, found["extra"], (message, trace) if found["error"] else None)
     except Exception as problem:  # of many types: it may be anything
         raise ValueError(f"{type(problem).__name__}: {problem}") from None
 
@@ -177,8 +159,8 @@ class Worker:
     """A function of `spec` in a process that is killed when a call takes too long, and started again by the next call.
 
     seconds: of CPU time for a call. A call that sleeps or waits is stopped after WALL_PER_CPU times as much. The
-    process ends with the thread that started it (on Linux; elsewhere after its call). It has a session of its own:
-    Ctrl-C is the trainer's, which finishes its step, and a kill reaches what the process has started.
+    process has a session of its own: Ctrl-C is the trainer's, which finishes its step, and a kill reaches what the
+    process has started.
     """
 
     def __init__(self, spec: str, seconds: float) -> None:
@@ -186,48 +168,39 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def call(self, arguments: bytes) -> Result:
-        """A call with pickled arguments; one that takes too long, or that ends its process, gives a Result with an
+        """Calls it with pickled arguments; a call that takes too long, or that ends its process, gives a Result with an
         error.
 
         Raises:
             ValueError: the function cannot be found in the process.
         """
         if self.process is None:
-            self._socket, other = socket.socketpair()
-            self._connection = Connection(os.dup(self._socket.fileno()))
-            with other:
-                fd = other.fileno()
-                command = [sys.executable, "-P", "-s", __file__, str(fd)]  # -P: this file's folder is not on the path
-                self.process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True
-                )
+            self._connection, other = Pipe()
+            fd = other.fileno()
+            command = [sys.executable, "-P", "-s", __file__, str(fd)]  # -P: this file's folder is not on the path
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
+            other.close()
             if error := self._ask(pickle.dumps((self.spec, self.seconds, sys.path)), START_SECONDS).error:
                 self.close()
                 raise ValueError(f"reward {self.spec!r} cannot be started: {error[0]}\n{error[1]}")
         return self._ask(arguments, self.seconds * WALL_PER_CPU)
 
     def _ask(self, message: bytes, seconds: float) -> Result:
-        end = time.monotonic() + seconds
-        timer = threading.Timer(seconds, self._socket.shutdown, [socket.SHUT_RDWR])  # ends what waits for the process
-        timer.start()
         try:
             self._connection.send_bytes(message)
-            return read_answer(self._connection.recv_bytes(MOST_BYTES))
-        except (EOFError, OSError, ValueError) as error:
-            problem = error
-        finally:
-            timer.cancel()
-            timer.join()
-        late = time.monotonic() >= end
-        gone = isinstance(problem, (EOFError, ConnectionError)) and not late
-        status = self.close(patience=5 if gone else 0)  # of what sent anything else, who knows what it sends next
+            if self._connection.poll(seconds):
+                return read_answer(self._connection.recv_bytes(MOST_BYTES))
+            problem, late, patience = f"timed out: more than {seconds:g} s of wall-clock time", True, 0
+        except (EOFError, ConnectionError):
+            problem, late, patience = "its process ended", False, 5
+        except (OSError, ValueError) as error:
+            problem, late, patience = f"what it sent is no answer: {error}", False, 0
+        status = self.close(patience)
         if status == -signal.SIGPROF:
-            late, text = True, f"timed out: more than {self.seconds:g} s of CPU time"
-        elif late:
-            text = f"timed out: more than {seconds:g} s of wall-clock time"
-        else:
-            text = f"its process ended with status {status}" if gone else f"what it sent is no answer: {problem}"
-        return failed(f"reward {self.spec!r}: {text}")._replace(late=late)
+            problem, late = f"timed out: more than {self.seconds:g} s of CPU time", True
+        elif patience:
+            problem += f" with status {status}"
+        return failed(f"reward {self.spec!r}: {problem}", late=late)
 
     def close(self, patience: float = 0) -> int:
         """Ends the process and returns its status. patience: seconds that it gets to end by itself."""
@@ -235,7 +208,6 @@ class Worker:
         if process is None:
             return 0
         self._connection.close()
-        self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
         with contextlib.suppress(ProcessLookupError):
@@ -244,4 +216,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(Connection(int(sys.argv[1])))
