@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import tune
 
 from grpo_kernels.benchmarks import command, measure, process
 from grpo_kernels.benchmarks.cases import MODES, SETS, Case, jobs, make_case, parse_shape
@@ -289,19 +288,6 @@ def test_a_run_goes_on_where_an_earlier_one_ended(
 
 
 # --- launches of Triton kernels ---------------------------------------------------------------------------------------
-
-
-def test_launches_are_timed_and_wrong_ones_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(tune.CANDIDATES, launch.RowLaunch, dict(rows=(1,), block=(128, 7), num_warps=(4,)))
-    tune.main(["--shape", "8x16x200", "--dtype", "float32", "--device", str(DEVICE), "--rounds", "1"])
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("left out: RowLaunch(rows=1, block=7, num_warps=4): ")
-    assert {line.partition(" ms  ")[2] for line in said[1:]} == {
-        "as shipped",
-        "RowLaunch(rows=1, block=128, num_warps=4)",
-    }
 
 
 def test_the_users_table_comes_before_the_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
