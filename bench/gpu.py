@@ -38,7 +38,7 @@ BACKENDS = ("cuda", "triton")
 # Seconds of one command, in which Triton may compile for minutes; and of silence, in the benchmark and in pytest.
 LIMITS = dict(build=300, check=120, headline=150, tests=200, trl_step=150)
 SILENCE = 90.0
-VARIANTS = ("unscored", "unmasked", "sparse", "tail", "renormalize")  # of "ours", which take the backend of "auto"
+VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", which take the backend of "auto"
 # Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
 BENCHES = {"headline": ("headline", 5), "benchmark": ("heads", 5)}
 # Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.

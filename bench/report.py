@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from grpo_kernels.benchmarks import figures
 from grpo_kernels.benchmarks.cases import Case
+from grpo_kernels.benchmarks.command import memory_text, table
 from grpo_kernels.benchmarks.machine import Document, read
-from grpo_kernels.benchmarks.show import memory_text, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from grpo_kernels.benchmarks.command import memory_text, table
 from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, synchronize, write
 from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
-from grpo_kernels.benchmarks.show import memory_text, table
 
 NAMES = ("TRL", "patch_trl", "FusedGRPOTrainer")
 ROWS = 8

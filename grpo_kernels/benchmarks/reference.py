@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .implementations import Result
+from .baselines import Result
 from .inputs import LOG_RATIOS, Inputs, token_divergences, token_losses
 
 _LOGITS = 2**26  # float64 logits at a time, 0.5 GiB, which autograd holds a few times over
