@@ -188,11 +188,11 @@ def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytes
 
 
 def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--set", "tokens", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
+    options = ["--set", "masks", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
     assert main(["bench", "--device", "cpu", *options]) == 0
     said = capfd.readouterr().out
-    assert said.count("\nnot run, out of time: ") == len(jobs("tokens", "cpu"))
-    assert said.startswith("5 cases, which end after 0.01 minutes with what is measured then\n")
+    assert said.count("\nnot run, out of time: ") == len(jobs("masks", "cpu"))
+    assert said.startswith("10 cases, which end after 0.01 minutes with what is measured then\n")
     assert "the time was over before 0 measurements of the cases above; --minutes takes more" in said
 
 

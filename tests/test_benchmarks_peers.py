@@ -12,7 +12,7 @@ import torch
 
 from grpo_kernels.benchmarks import figures, peers
 from grpo_kernels.benchmarks.baselines import Result, Unsupported
-from grpo_kernels.benchmarks.cases import DIVERGENCES, MODES, make_case
+from grpo_kernels.benchmarks.cases import MODES, make_case
 from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
 from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS, Implementation, select
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
@@ -52,20 +52,6 @@ def test_each_is_right_or_refused_with_a_sentence(name: str, mode: str) -> None:
     except Unsupported as unsupported:
         reason = str(unsupported)
         assert len(reason.split()) > 2 and "\n" not in reason and name not in SERVE
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("name", ["ours", "ours-torch", "eager", "trl"])
-def test_the_divergence_to_a_teacher_is_right(name: str, divergence: str) -> None:
-    for mode in ("step", "frozen"):
-        check(IMPLEMENTATIONS[name], inputs_of(mode, divergence=divergence), mode)
-
-
-def test_who_has_no_divergence_to_a_teacher_says_so() -> None:
-    with pytest.raises(Unsupported, match="no divergence to a teacher"):
-        IMPLEMENTATIONS["verl-torch"].make_step(inputs_of("step", divergence="jsd"), "step")
-    with pytest.raises(ValueError, match="expected a mode with gradients"):
-        make_case("tiny:64", mode="forward", divergence="jsd")
 
 
 def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:
@@ -129,7 +115,7 @@ def test_sampling_masks_in_eager_ours_and_the_exact_result(mode: str, share: flo
     assert wrong("ours") is None and wrong("eager") is None and wrong("ours-unmasked") is not None
 
 
-# --- pictures and tables of committed results --------------------------------------------------------------------------
+# --- pictures and tables of committed results -------------------------------------------------------------------------
 
 
 def test_the_committed_results_give_the_committed_tables(tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import GRPOConfig, fused_distillation_loss, fused_grpo_loss, fused_logps
+from .. import GRPOConfig, fused_grpo_loss, fused_logps
 from ..kernels import unavailable_reason
-from .inputs import EPSILON, Inputs, grpo_objective, token_divergences
+from .inputs import EPSILON, Inputs, grpo_objective
 
 
 class Result(NamedTuple):
@@ -34,7 +34,7 @@ class Unsupported(Exception):
     """An implementation cannot run here, or has nothing for this mode, type or size; the message says why."""
 
 
-def gradients(loss: Tensor, inputs: Inputs, logps: Tensor | None = None) -> Result:
+def gradients(loss: Tensor, logps: Tensor | None, inputs: Inputs) -> Result:
     """Backward by autograd, to the inputs that require gradients."""
     leaves = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
     dhidden, *rest = torch.autograd.grad(loss, leaves)
@@ -50,7 +50,7 @@ def from_logps(logps: Callable[[Inputs], Tensor], mode: str) -> Step:
 
     def backward(inputs: Inputs) -> Result:
         found = logps(inputs)
-        return gradients(grpo_objective(found, inputs), inputs, found)
+        return gradients(grpo_objective(found, inputs), found, inputs)
 
     return forward if mode == "forward" else backward
 
@@ -74,24 +74,15 @@ def ours(inputs: Inputs, mode: str, backend: str = "auto", **options: Any) -> St
             )  # fmt: skip
         return Result(logps=logps)
 
-    def distill(inputs: Inputs) -> Result:
-        of_teacher: dict[str, Any] = {"teacher": inputs.teacher, "divergence": inputs.divergence}
-        output = fused_distillation_loss(
-            inputs.hidden, inputs.weight, completion_mask=inputs.mask, backend=backend, **of_teacher
-        )
-        return gradients(output.loss, inputs)
-
     def step(inputs: Inputs) -> Result:
         output = fused_grpo_loss(
             inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
             ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
             advantages=inputs.advantages, config=config, backend=backend,
         )  # fmt: skip
-        return gradients(output.loss, inputs, output.logps if config.score_inactive else None)
+        return gradients(output.loss, output.logps if config.score_inactive else None, inputs)
 
-    if mode == "forward":
-        return forward
-    return step if inputs.teacher is None else distill
+    return forward if mode == "forward" else step
 
 
 def ours_unmasked(inputs: Inputs, mode: str) -> Step:
@@ -109,14 +100,11 @@ def floor(inputs: Inputs, mode: str) -> Step:
     would raise the floor. The gradients are allocated in every step, since every implementation has to return
     fresh ones. The logits stand in for their gradient, which has the same shape and type.
     """
-    hidden, weight, teacher = inputs.flat_hidden.detach(), inputs.weight.detach(), inputs.teacher
+    hidden, weight = inputs.flat_hidden.detach(), inputs.weight.detach()
     logits = hidden.new_empty(len(hidden), len(weight))
-    teachers = logits if teacher is None else torch.empty_like(logits)
 
     def step(inputs: Inputs) -> Result:
         torch.mm(hidden, weight.T, out=logits)
-        if teacher is not None:
-            torch.mm(teacher.hidden.flatten(0, 1), teacher.weight.T, out=teachers)
         if mode == "forward":
             return Result()
         return Result(dhidden=torch.mm(logits, weight), dweight=None if inputs.frozen else torch.mm(logits.T, hidden))
@@ -132,14 +120,9 @@ def _logps(inputs: Inputs) -> Tensor:
     return logits.log_softmax(-1).gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
 
 
-def _loss(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    if inputs.teacher is None:
-        logps = _logps(inputs)
-        return grpo_objective(logps, inputs), logps
-    with torch.no_grad():
-        log_q = (inputs.teacher.hidden @ inputs.teacher.weight.T).float().log_softmax(-1)
-    log_p = (inputs.hidden @ inputs.weight.T).float().log_softmax(-1)
-    return token_divergences(log_p, log_q, inputs.divergence).mean(), None
+def _loss(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    logps = _logps(inputs)
+    return grpo_objective(logps, inputs), logps
 
 
 def eager(inputs: Inputs, mode: str, transform: Callable[..., Any] = lambda function: function) -> Step:
@@ -150,7 +133,7 @@ def eager(inputs: Inputs, mode: str, transform: Callable[..., Any] = lambda func
 
     def step(inputs: Inputs) -> Result:
         loss, logps = loss_and_logps(inputs)
-        return gradients(loss, inputs, logps)
+        return gradients(loss, logps, inputs)
 
     return step
 

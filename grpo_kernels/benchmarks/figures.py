@@ -157,8 +157,8 @@ PICTURES: dict[str, Callable[[Document], Figure | None]] = {"time": time, "memor
 
 def is_plain_step(case: Document) -> bool:
     """Whether it is a step in which every token has a gradient, over the whole vocabulary."""
-    plain = {"mode": "step", "idle_share": 0.0, "kept_ids": 0, "divergence": ""}
-    return all(case["case"].get(key, x) == x for key, x in plain.items())
+    of = case["case"]
+    return of["mode"] == "step" and not of["idle_share"] and not of.get("kept_ids")
 
 
 def _steps(document: Document) -> list[Document]:

@@ -222,7 +222,7 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     device = torch.device("cpu")
     limit_memory()
     on_progress(name)
-    # With a sampling mask or a teacher other libraries are loaded.
+    # With a sampling mask other libraries are loaded.
     kept = min(case.kept_ids, 8)
     tiny = replace(case, tokens=32, hidden_size=64, vocab_size=512, length=8, generations=4, kept_ids=kept)
     for one in (tiny, case):

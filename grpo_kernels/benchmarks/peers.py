@@ -22,7 +22,6 @@ from torch import Tensor
 from ..kernels import registered_backends
 from . import baselines
 from .baselines import Result, Step, Unsupported, from_logps, gradients, ours
-from .cases import DIVERGENCES
 from .inputs import EPSILON, Inputs
 
 TRL = "trl==1.16.0"
@@ -75,35 +74,14 @@ def _load_verl(name: str) -> ModuleType:
             del sys.modules[package]
 
 
-def _from_divergence(divergence: Callable[..., Tensor]) -> Step:
-    """From `divergence(hidden (N, H), weight, the teacher's two, ids (N,))`, a mean over tokens."""
-
-    def step(inputs: Inputs) -> Result:
-        assert inputs.teacher is not None
-        teacher = inputs.teacher.hidden.flatten(0, 1), inputs.teacher.weight
-        return gradients(divergence(inputs.flat_hidden, inputs.weight, *teacher, inputs.ids.view(-1)), inputs)
-
-    return step
-
-
 # --- trainers ---------------------------------------------------------------------------------------------------------
 
 
 def trl(inputs: Inputs, mode: str) -> Step:
     """The head of its GRPOTrainer, with its own chunk (ids per tile), which no option changes.
 
-    Entropies come along in training, as in the trainer; its reference model has log-probabilities alone. With a
-    teacher the function of its DistillationTrainer.
+    Entropies come along in training, as in the trainer; its reference model has log-probabilities only.
     """
-    if inputs.teacher is not None:
-        function = load("trl.kernels.chunked_divergence", TRL).ChunkedDivergenceFunction
-        beta = DIVERGENCES[inputs.divergence]
-
-        def divergence(hidden: Tensor, weight: Tensor, teachers: Tensor, their_weight: Tensor, ids: Tensor) -> Tensor:
-            found: Tensor = function.apply(hidden, weight, None, teachers, their_weight, None, beta)[0]
-            return found.mean()
-
-        return _from_divergence(divergence)
     utils = load("trl.trainer.utils", TRL)
     size = utils._CHUNKED_LOGPROB_CHUNK_SIZE
     outputs = ("log_probs",) if mode == "forward" else ("log_probs", "entropy")
@@ -121,12 +99,8 @@ def trl(inputs: Inputs, mode: str) -> Step:
 def liger(inputs: Inputs, mode: str) -> Step:
     """Compiled, as is the default, in chunks of up to 4,096 tokens: faster than its default of one completion.
 
-    Log-probabilities are those of the part of the loss that computes them for a reference model. With a teacher its
-    loss for distillation, as it is by default.
+    Log-probabilities are those of the part of the loss that computes them for a reference model.
     """
-    if inputs.teacher is not None:
-        jsd = load("liger_kernel.chunked_loss", LIGER).LigerFusedLinearJSDLoss(0.0, 1.0, DIVERGENCES[inputs.divergence])
-        return _from_divergence(jsd)
     module = load("liger_kernel.chunked_loss.grpo_loss", LIGER)
 
     def forward(inputs: Inputs) -> Result:
@@ -139,7 +113,7 @@ def liger(inputs: Inputs, mode: str) -> Step:
             inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages,
             ref_per_token_logps=inputs.ref_logps if inputs.beta else None, old_per_token_logps=inputs.old_logps,
         )  # fmt: skip
-        return gradients(value, inputs)
+        return gradients(value, None, inputs)
 
     if mode == "forward":
         return forward
@@ -201,7 +175,7 @@ def _cross_entropy(function: Callable[..., Tensor], mode: str, **options: Any) -
 
     def backward(inputs: Inputs) -> Result:
         flat = inputs.flat_hidden, inputs.weight, inputs.ids.view(-1)
-        return gradients(function(*flat, reduction="mean", **options), inputs)
+        return gradients(function(*flat, reduction="mean", **options), None, inputs)
 
     return forward if mode == "forward" else backward
 
@@ -241,38 +215,29 @@ MakeStep = Callable[[Inputs, str], Step]
 class Implementation(NamedTuple):
     """One way to compute a case.
 
-    `step_of(inputs, mode)` gives the function that is timed, or raises `Unsupported`. `objective` is what its results
+    `make_step(inputs, mode)` gives the function that is timed, or raises `Unsupported`. `objective` is what its results
     are checked against: "grpo"; "cross_entropy", mean -logp, a yardstick that does the same matrix products; or "none",
-    which is not checked. `has_divergence`: it serves inputs with a teacher.
+    which is not checked.
     """
 
     title: str
-    step_of: MakeStep
+    make_step: MakeStep
     objective: str = "grpo"
-    has_divergence: bool = False
-
-    def make_step(self, inputs: Inputs, mode: str) -> Step:
-        if inputs.teacher is not None and not self.has_divergence:
-            raise Unsupported("has no divergence to a teacher's distribution")
-        return self.step_of(inputs, mode)
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "ours": Implementation("ours", ours, has_divergence=True),
+    "ours": Implementation("ours", ours),
     "ours-unmasked": Implementation("ours without the sampling mask", baselines.ours_unmasked, "none"),
     "ours-unscored": Implementation("ours, score_inactive=False", partial(ours, score_inactive=False)),
     # The probabilities of these inputs are all below 1/64, so that 64 entries of a token are left: no gradient to
     # compare with a bound for rounding.
     "ours-sparse": Implementation("ours, sparse_backward=1/64", partial(ours, sparse_backward=1 / 64), "none"),
-    **{
-        f"ours-{name}": Implementation(f"ours, backend {name}", partial(ours, backend=name), has_divergence=True)
-        for name in registered_backends()
-    },
-    "floor": Implementation("bare matrix products", baselines.floor, "none", has_divergence=True),
-    "eager": Implementation("eager PyTorch", baselines.eager, has_divergence=True),
-    "compiled": Implementation("compiled eager", baselines.compiled, has_divergence=True),
-    "trl": Implementation("TRL", trl, has_divergence=True),
-    "liger": Implementation("Liger", liger, has_divergence=True),
+    **{f"ours-{n}": Implementation(f"ours, backend {n}", partial(ours, backend=n)) for n in registered_backends()},
+    "floor": Implementation("bare matrix products", baselines.floor, "none"),
+    "eager": Implementation("eager PyTorch", baselines.eager),
+    "compiled": Implementation("compiled eager", baselines.compiled),
+    "trl": Implementation("TRL", trl),
+    "liger": Implementation("Liger", liger),
     "liger-native": Implementation("Liger, CuTe kernels for Hopper", liger_native),
     "verl": Implementation("verl, Triton", verl),
     "verl-torch": Implementation("verl, torch in chunks", verl_torch),
