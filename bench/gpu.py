@@ -26,7 +26,7 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,12 +87,6 @@ class Report:
             self.fail(f"{what}: {ended.failure}", "" if ended.is_over else backend)
         return ended
 
-    def usable(self) -> Iterator[str]:
-        """Yields the backends that are not left out when their turn comes."""
-        for name in BACKENDS:
-            if name not in self.data["left_out"]:
-                yield name
-
     def python(self, *arguments: object, limit: float = math.inf) -> Ended:
         """Runs this Python at the root; it and all that it started are killed at a limit."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
@@ -130,14 +124,6 @@ def digest_of_sources() -> str:
             if file.suffix in (".py", ".json", ".h", ".cuh", ".cu", ".cpp"):
                 digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def objects_in(output: str) -> Iterator[dict[str, Any]]:
-    """The lines that are JSON objects, among warnings."""
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError):
-            if line.startswith("{"):
-                yield json.loads(line)
 
 
 def unpack(folder: Path, target: Path = PEERS) -> list[str]:
@@ -190,7 +176,7 @@ def check(report: Report) -> None:
     def checked(name: str) -> Ended:
         return report.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
 
-    names = [*report.usable(), "torch"]
+    names = [*(name for name in BACKENDS if name not in report.data["left_out"]), "torch"]
     with ThreadPoolExecutor(len(names)) as pool:
         for name, ended in zip(names, pool.map(checked, names), strict=True):
             report.stage[name] = ended.output[-2000:] if ended.failure else "ok"
@@ -239,7 +225,8 @@ def tests(report: Report) -> None:
     command += ["-k", f"not ({' or '.join(report.data['left_out'])})"] if report.data["left_out"] else []
     command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
     ended = report.python(*command, limit=LIMITS["tests"])
-    lines = {line["test"]: line for line in objects_in(log.read_text() if log.exists() else "")}
+    said = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    lines = {line["test"]: line for line in said}
     rest = [name for name, line in lines.items() if line["outcome"] in ("selected", "begun")]
     done |= {name: f"{line['outcome']}: {line['said']}" for name, line in lines.items() if name not in rest}
     if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself was ended, and not by its time

@@ -29,23 +29,19 @@ TRAINERS = {
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
-    "gpu": "Memory of a step over its time: Llama-3-8B (circles), Qwen2.5-7B (squares), Qwen2.5-1.5B (triangles), "
-    "Gemma-2-2B (diamonds)",
 }
 DRAWN = {"cpu.json": "time", "cpu-sweeps.json": "memory", "gpu-h200.json": "time"}
 
 
 def main() -> None:
     documents = {name: load(name) for name in FILES}
-    pictures = {}
-    for name, wanted in DRAWN.items():
-        (path,) = figures.draw(documents[name], FIGURES, f"{Path(name).stem}-", wanted)
-        pictures[name] = f"![{CAPTIONS[wanted]}](figures/{path.name})"
-    cards = {"NVIDIA H100": documents[LAB], "NVIDIA H200": documents["gpu-h200.json"]}
-    figures.memory_over_time(cards, list(TRAINERS)).savefig(FIGURES / "gpu-memory.png", dpi=figures.DPI)
-    pictures[LAB] = f"![{CAPTIONS['gpu']}](figures/gpu-memory.png)"
+    sections = []
+    for name, document in documents.items():
+        sections.append(section(name, document))
+        if wanted := DRAWN.get(name):
+            (path,) = figures.draw(document, FIGURES, f"{Path(name).stem}-", wanted)
+            sections.append(f"![{CAPTIONS[wanted]}](figures/{path.name})")
     rewrite(ROOT / "README.md", summary(documents))
-    sections = [f"{section(*found)}\n\n{pictures.get(found[0], '')}".rstrip() for found in documents.items()]
     rewrite(ROOT / "bench/README.md", *sections)
 
 
@@ -112,24 +108,24 @@ def _is_narrow(case: dict[str, Any]) -> bool:
 
 
 class Pair(NamedTuple):
-    """Of a step: its tokens, the times of ours and theirs, and their peaks of memory; 0 where not measured."""
+    """Of a step: its tokens, a trainer's time over ours, and our peak of memory over its; None where not measured."""
 
     trainer: str
     tokens: int
-    times: tuple[float, ...]
-    peaks: tuple[float, ...]
+    faster: float | None
+    memory: float | None
 
 
 def comparisons(document: Document) -> Iterator[Pair]:
     """Yields each trainer beside ours, in the steps of models' heads in which every token has a gradient."""
     for case in filter(figures.is_plain_step, document["cases"]):
-        entries = case["implementations"]
+        ours = case["implementations"].get("ours", {})
         for name in TRAINERS if not _is_narrow(case["case"]) else ():
-            both = [entries[who] for who in ("ours", name)] if name in entries else []
-            times = tuple(one.get("seconds", {}).get("median", 0.0) for one in both)
-            peaks = tuple(one.get("peak_bytes", 0) for one in both)
-            if both and (all(times) or all(peaks)):
-                yield Pair(name, case["case"]["tokens"], times, peaks)
+            one = case["implementations"].get(name, {})
+            faster = 1 / one["ours_to_this"] if "ours_to_this" in one else None
+            memory = ours["peak_bytes"] / one["peak_bytes"] if "peak_bytes" in ours.keys() & one.keys() else None
+            if faster or memory:
+                yield Pair(name, case["case"]["tokens"], faster, memory)
 
 
 def summary(documents: dict[str, Document]) -> str:
@@ -140,8 +136,8 @@ def summary(documents: dict[str, Document]) -> str:
         titles += [f"{where}: faster", "memory, of theirs"]
         for name, cells in rows.items():
             own = [pair for pair in pairs if pair.trainer == name]
-            cells.append(_range([pair.times[1] / pair.times[0] for pair in own if all(pair.times)], ".1f", " x"))
-            cells.append(_range([pair.peaks[0] / pair.peaks[1] for pair in own if all(pair.peaks)], ".2f"))
+            cells.append(_range([pair.faster for pair in own if pair.faster], ".1f", " x"))
+            cells.append(_range([pair.memory for pair in own if pair.memory], ".2f"))
         counts = _range([pair.tokens for pair in pairs], ",")
         places.append(f"{place(documents[files[0]])}: {counts} tokens ({', '.join(files)}).")
     return f"""\

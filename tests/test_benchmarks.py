@@ -118,11 +118,11 @@ def test_rounds_are_interleaved_and_rotate(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(measure, "SHORT_S", NEVER)
     calls: list[str] = []
     steps = {name: lambda name=name: calls.append(name) for name in "abc"}
-    found = measure.interleave(steps, 3, CPU, NEVER, lambda *told: None)
+    found = dict(measure.interleave(steps, 3, CPU))  # the last of each
     assert "".join(calls) == "abcbcacab"
-    assert all(len(report["times"]) == 3 for report in found.values())
-    found = measure.interleave(steps, 5, CPU, 0.0, lambda *told: None)
-    assert all(len(report["times"]) == 1 for report in found.values()), "a deadline leaves one round"
+    assert all(len(times) == 3 for times in found.values())
+    found = dict(measure.interleave(steps, 5, CPU, deadline=0.0))
+    assert all(len(times) == 1 for times in found.values()), "a deadline leaves one round"
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_failure_of_ours_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setattr(command, "measure_peak_memory", lambda *a: {})
         options = ["--shapes", "tiny:64", "--against", "ours", "--no-figures", "--output", str(tmp_path / "b.json")]
         assert main(["bench", "--device", "cpu", "--exclude", "floor", *options]) == status
-    assert command.failures({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
+    assert command.has_failed({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
 
 
 @pytest.mark.parametrize("cut", ["error", "memory_error"])

@@ -124,7 +124,10 @@ def test_the_committed_results_give_the_committed_tables(tmp_path, monkeypatch):
     for name, text in pages.items():
         begin, end = (text.index(mark) for mark in (report.BEGIN, report.END))
         (tmp_path / name).write_text(f"{text[:begin]}{report.BEGIN}\nstale\n{text[end:]}")
-    committed = {path.name for path in report.FIGURES.iterdir()} - {"time-to-reward.png"}  # of an earlier revision
+    committed = {path.name for path in report.FIGURES.iterdir()} - {
+        "time-to-reward.png",
+        "gpu-memory.png",
+    }  # of an earlier revision
     for module, name, value in (
         (figures, "DPI", 30), (report, "ROOT", tmp_path), (report, "FIGURES", tmp_path / "drawn"),
     ):  # fmt: skip

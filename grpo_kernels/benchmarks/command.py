@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Case, Job, jobs, make_case
-from .machine import Document, environment, now, read, write
+from .machine import OUT_OF_MEMORY, Document, environment, now, read, write
 from .measure import Options, Run, measure, measure_peak_memory
 from .peers import IMPLEMENTATIONS, select
 from .process import NOT_RUN, OnProgress, run_in_subprocess
@@ -94,14 +94,20 @@ def bench(arguments: argparse.Namespace) -> int:
             print(f"\n{case_table(found)}", flush=True)
     for case in document["not_run"]:
         print(f"not run, out of time: {case}")
-    reports = [report for found in cases for report in found["implementations"].values()]
-    cut = sum(NOT_RUN in (report.get("error"), report.get("memory_error")) for report in reports)
+    cut = sum(_is_cut(report) for found in cases for report in found["implementations"].values())
     if cut or document["not_run"]:
         print(f"the time was over before {cut} measurements of the cases above; --minutes takes more")
     print(f"written: {output}")
-    if not arguments.no_figures:
-        _draw(document, output.parent)
-    return 1 if failures(document) else 0
+    if arguments.no_figures:
+        pass
+    elif importlib.util.find_spec("matplotlib") is None:
+        print("no pictures without matplotlib: pip install matplotlib", file=sys.stderr)
+    else:
+        from .figures import draw
+
+        for path in draw(document, output.parent):
+            print(f"written: {path}")
+    return 1 if has_failed(document) else 0
 
 
 def measure_job(job: Job, options: Options, run: Run) -> Document:
@@ -123,15 +129,21 @@ def measure_job(job: Job, options: Options, run: Run) -> Document:
     return {"case": asdict(job.case), "date": now()} | found
 
 
-def failures(document: Document) -> list[str]:
-    """Cases of ours that ended in an error; running out of memory or time is none."""
-    excused = ("out of memory", "not run")
-    return [
-        f"{found['case']}: {name}: {report['error']}"
+def has_failed(document: Document) -> bool:
+    """Whether a case, or ours in one, ended in an error; running out of memory or time is none."""
+    excused = (OUT_OF_MEMORY, "not run")
+    return any(
+        "error" in found
+        or any(
+            name.startswith("ours") and not report.get("error", "not run").startswith(excused)
+            for name, report in found["implementations"].items()
+        )
         for found in document["cases"]
-        for name, report in found["implementations"].items()
-        if name.startswith("ours") and not report.get("error", "not run").startswith(excused)
-    ] + [f"{found['case']}: {found['error']}" for found in document["cases"] if "error" in found]
+    )
+
+
+def _is_cut(report: Document) -> bool:
+    return NOT_RUN in (report.get("error"), report.get("memory_error"))
 
 
 def _complete_cases(path: Path, here: Document) -> list[Document]:
@@ -140,11 +152,7 @@ def _complete_cases(path: Path, here: Document) -> list[Document]:
     differ = [name for name in _SAME if document["environment"].get(name) != here[name]]
     if differ:
         raise ValueError(f"{path} was measured otherwise ({', '.join(differ)}): move it, or do not resume")
-
-    def complete(report: Document) -> bool:
-        return NOT_RUN not in (report.get("error"), report.get("memory_error"))
-
-    return [case for case in document["cases"] if all(map(complete, case["implementations"].values()))]
+    return [case for case in document["cases"] if not any(map(_is_cut, case["implementations"].values()))]
 
 
 def _device(name: str) -> torch.device:
@@ -194,16 +202,6 @@ def _show_progress(job: str) -> OnProgress:
             print(f"\r\033[K{job}: {text}", end="\r", file=sys.stderr, flush=True)
 
     return show
-
-
-def _draw(document: Document, folder: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no pictures without matplotlib: pip install matplotlib", file=sys.stderr)
-        return
-    from .figures import draw
-
-    for path in draw(document, folder):
-        print(f"written: {path}")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ STYLE = {"figure.constrained_layout.use": True, "font.size": 8, "axes.titlesize"
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True}
 STYLE |= {"grid.color": "#e6e6e6", "lines.linewidth": 1.3, "lines.markersize": 4}
 GREY = "#6b6b6b"
-MARKERS = {"llama-3-8b": "o", "qwen2.5-7b": "s", "qwen2.5-1.5b": "^", "gemma-2-2b": "D"}
 CUT = 4.0  # times the floor: farther ones end there, with their number, or the others would touch
 COLOURS = {"ours": "#d1410c", "eager": GREY, "compiled": "#989898", "trl": "#0b6fb3", "quack": "#b89600"}
 COLOURS |= {"liger": "#0a8f6a", "liger-native": "#4fb08e", "verl": "#8e44ad", "verl-torch": "#b583c9"}
@@ -119,33 +118,6 @@ def memory(document: Document) -> Figure | None:
     for scale in (axis.xaxis, axis.yaxis):
         scale.set_minor_locator(NullLocator())
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=7)
-    return figure
-
-
-@rc_context(STYLE)
-def memory_over_time(cards: dict[str, Document], rivals: Sequence[str]) -> Figure:
-    """Memory of a step over its time, a panel per card: a point for each implementation and head of MARKERS."""
-    title = "Memory of a step over its time: 16,384 tokens in bfloat16"
-    figure, axes = sheet(next(iter(cards.values())), title, len(cards), 3.2)
-    for axis, (card, document) in zip(axes, cards.items(), strict=True):
-        far: list[tuple[float, float]] = []
-        for case in _steps(document):
-            for name, one in case["implementations"].items():
-                is_ours = name in ("ours", "rows 2048", "rows 4096")  # the latter: with chunk_rows set
-                if (is_ours or name in rivals) and "ratio_to_floor" in one:
-                    colour, ratio = COLOURS["ours" if is_ours else name], one["ratio_to_floor"]
-                    mib, marker = one["peak_bytes"] / 2**20, MARKERS[case["case"]["head"]]
-                    inside = "none" if name.startswith("rows") else colour
-                    axis.plot(min(ratio, CUT), mib, marker, color=colour, markerfacecolor=inside, label=one["title"])
-                    far += [(ratio, mib)] if ratio > CUT else []
-        if far:
-            top = max(mib for _, mib in far)
-            text = f"{min(far)[0]:.0f} to {max(far)[0]:.0f} x →"
-            axis.annotate(text, (CUT, top), ha="right", xytext=(0, 6), textcoords="offset points")
-        axis.set(title=card, xlabel="time, of the three bare matrix products", yscale="log", xlim=(0.9, CUT + 0.15))
-        axis.set_ylabel("MiB beside inputs and gradients")
-        labels = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-        axis.legend(labels.values(), labels, frameon=False, fontsize=6.5)
     return figure
 
 

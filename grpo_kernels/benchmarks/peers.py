@@ -188,22 +188,18 @@ def cut_cross_entropy(inputs: Inputs, mode: str) -> Step:
 
 
 def quack(inputs: Inputs, mode: str) -> Step:
-    """All logits at once, for any type; for 16 bits chunks, and where nothing is differentiated the product with the
-    log-sum-exp in its epilogue, as QuACK itself evaluates a loss without gradients."""
+    """In chunks; where nothing is differentiated the product with the log-sum-exp in its epilogue, as QuACK itself
+    evaluates a loss without gradients."""
     need_nvidia(inputs, (9, 0))
+    sizes = inputs.ids.numel(), *inputs.weight.shape
+    if inputs.hidden.dtype.itemsize != 2 or any(size % _QUACK_ALIGNMENT for size in sizes):
+        raise Unsupported(f"serves types of 16 bits and sizes that are multiples of {_QUACK_ALIGNMENT} in chunks")
     module = load("quack.linear_cross_entropy", "'quack-kernels[cu13]==0.6.5'")
-
-    def whole(hidden: Tensor, weight: Tensor, ids: Tensor, reduction: str) -> Tensor:
-        options: dict[str, Any] = dict(reduction=reduction, inplace_backward=True)
-        return module.linear_cross_entropy_func(hidden, weight, None, ids, **options)
 
     def epilogue(hidden: Tensor, weight: Tensor, ids: Tensor, reduction: str) -> Tensor:
         found = module.lse_target_epi(hidden, weight.mT, store_d=False, target=ids, tuned=False)
         return found["lse"] - found["target_logit"]
 
-    sizes = inputs.ids.numel(), *inputs.weight.shape
-    if inputs.hidden.dtype.itemsize != 2 or any(size % _QUACK_ALIGNMENT for size in sizes):
-        return _cross_entropy(whole, mode)
     return _cross_entropy(epilogue if mode == "forward" else module.chunked_linear_cross_entropy, mode)
 
 
