@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels.benchmarks.cases import SETS, jobs
-from grpo_kernels.benchmarks.implementations import select
+from grpo_kernels.benchmarks.peers import select
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,7 +2,6 @@
 
     python bench/gpu.py --output out/gpu.json --minutes 7              # build, check, tests, headline
     python bench/gpu.py --output out/gpu.json --minutes 5 --resume --peers FOLDER --stages build benchmark trl_step
-    python bench/gpu.py --output out/gpu.json --resume --stages events sanitizer
 
 Every command is a process with a limit of time. What hangs, crashes or gives wrong results is named and
 its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
@@ -26,8 +25,8 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,15 +35,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # QuACK imports only from a folder of this name: it takes what lies in another for code that may change.
 PEERS = ROOT / "build" / "gpu" / "site-packages"
 BACKENDS = ("cuda", "triton")
-HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
-PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
-# Of one command, in seconds: Triton compiles for minutes. Of what says nothing, in the benchmark and in pytest.
-LIMITS = dict(build=300, check=120, headline=150, products=60, events=90, tests=200, sanitizer=200, trl_step=150)
-LIMITS |= dict(distillation=200)
+# Seconds of one command, in which Triton may compile for minutes; and of silence, in the benchmark and in pytest.
+LIMITS = dict(build=300, check=120, headline=150, tests=200, trl_step=150)
 SILENCE = 90.0
-VARIANTS = ("unscored", "unmasked", "sparse", "tail", "renormalize")  # of "ours", which take the backend of "auto"
+VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", which take the backend of "auto"
 # Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
-BENCHES = {"headline": ("headline", 5), "benchmark": ("targets", 5), "distillation": ("teacher", 3)}
+BENCHES = {"headline": ("headline", 5), "benchmark": ("heads", 5)}
 # Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
 TESTS = ("-n", "4", "--maxschedchunk", "1", "--tb=short", "-o", "faulthandler_exit_on_timeout=true")
 UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
@@ -91,12 +87,6 @@ class Report:
             self.fail(f"{what}: {ended.failure}", "" if ended.is_over else backend)
         return ended
 
-    def usable(self) -> Iterator[str]:
-        """Yields the backends that are not left out when their turn comes."""
-        for name in BACKENDS:
-            if name not in self.data["left_out"]:
-                yield name
-
     def python(self, *arguments: object, limit: float = math.inf) -> Ended:
         """Runs this Python at the root; it and all that it started are killed at a limit."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
@@ -134,14 +124,6 @@ def digest_of_sources() -> str:
             if file.suffix in (".py", ".json", ".h", ".cuh", ".cu", ".cpp"):
                 digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def objects_in(output: str) -> Iterator[dict[str, Any]]:
-    """The lines that are JSON objects, among warnings."""
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError):
-            if line.startswith("{"):
-                yield json.loads(line)
 
 
 def unpack(folder: Path, target: Path = PEERS) -> list[str]:
@@ -194,7 +176,7 @@ def check(report: Report) -> None:
     def checked(name: str) -> Ended:
         return report.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
 
-    names = [*report.usable(), "torch"]
+    names = [*(name for name in BACKENDS if name not in report.data["left_out"]), "torch"]
     with ThreadPoolExecutor(len(names)) as pool:
         for name, ended in zip(names, pool.map(checked, names), strict=True):
             report.stage[name] = ended.output[-2000:] if ended.failure else "ok"
@@ -206,7 +188,7 @@ def bench(report: Report, stage: str) -> None:
     (name, rounds), limit = BENCHES[stage], LIMITS.get(stage, math.inf)
     output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
     options = ["--set", name]
-    if report.options.shapes and name != "teacher":  # which is a set of its own cases
+    if report.options.shapes:
         against = ["--against", "ours-cuda", "ours-triton"] if name == "headline" else []
         options = ["--shapes", *report.options.shapes, *against]
     minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
@@ -233,18 +215,6 @@ def bench(report: Report, stage: str) -> None:
     report.stage["not_run"] = document["not_run"]
 
 
-def probes(report: Report, stage: str, names: Iterable[str] | None = None) -> None:
-    """What `probe` says of each name, in a process each: by default of what is usable, the kernels of a step."""
-    found = report.data[stage] = []
-    for name in names or report.usable():
-        command = [__file__, "--probe", name, "--device", report.options.device]
-        command += ["--shapes", *(report.options.shapes or HEADS)]
-        ended = report.python(*command, limit=LIMITS[stage])
-        found += objects_in(ended.output)
-        report.judge(f"{stage} {name}", ended, name)
-        report.save()
-
-
 def tests(report: Report) -> None:
     """The tests marked gpu, most valuable first. One that hangs or crashes ends its worker; xdist starts another."""
     done: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
@@ -255,7 +225,8 @@ def tests(report: Report) -> None:
     command += ["-k", f"not ({' or '.join(report.data['left_out'])})"] if report.data["left_out"] else []
     command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
     ended = report.python(*command, limit=LIMITS["tests"])
-    lines = {line["test"]: line for line in objects_in(log.read_text() if log.exists() else "")}
+    said = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    lines = {line["test"]: line for line in said}
     rest = [name for name, line in lines.items() if line["outcome"] in ("selected", "begun")]
     done |= {name: f"{line['outcome']}: {line['said']}" for name, line in lines.items() if name not in rest}
     if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself was ended, and not by its time
@@ -269,14 +240,6 @@ def tests(report: Report) -> None:
         report.fail(f"none of {len(lines)} tests passed; {ended.failure}")
 
 
-def sanitizer(report: Report) -> None:
-    """compute-sanitizer's tools, one by one."""
-    for tool in ("memcheck", "racecheck", "initcheck", "synccheck") if "cuda" in report.usable() else ():
-        ended = report.python("tests/sanitize.py", "--tools", tool, limit=LIMITS["sanitizer"])
-        report.stage[tool] = ended.output[-1000:]
-        report.judge(tool, ended)
-
-
 def trl_step(report: Report) -> None:
     """A micro-batch of TRL's trainer, with and without this package."""
     output = report.path.with_suffix(".trl.json")
@@ -287,97 +250,13 @@ def trl_step(report: Report) -> None:
 
 
 STAGES: dict[str, Callable[[Report], None]] = {
-    stage.__name__: stage for stage in (build, check, tests, trl_step, sanitizer)
-} | {stage: functools.partial(bench, stage=stage) for stage in BENCHES}
-STAGES["products"] = functools.partial(probes, stage="products", names=["products"])
-STAGES["events"] = functools.partial(probes, stage="events")
-DEFAULT_STAGES = ("build", "check", "tests", "headline", "products")
-
-
-# --- what runs on the device, in a process of its own -----------------------------------------------------------------
-
-
-def tell(fact: dict[str, Any]) -> None:
-    print(json.dumps(fact, default=str), flush=True)
-
-
-def products(device_name: str, shape: str) -> None:
-    """Tells the rate of a copy, and of the three products of a step over C rows, on random numbers: zeros are faster.
-
-    The weight's gradient with and without a sum so far, in float32 and in the weight's type. What the device has no
-    room for says so.
-    """
-    import torch
-
-    from grpo_kernels.benchmarks.cases import parse_shape
-    from grpo_kernels.benchmarks.measure import interleave
-
-    device = torch.device(device_name)
-    head, _, width, vocab = parse_shape(shape)
-    on_gpu, half = device.type == "cuda", torch.bfloat16
-    source, target = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
-    copy: Callable[[], object] = functools.partial(target.copy_, source)
-    copy()
-    seconds = interleave({"copy": copy}, 5, device)["copy"]["median"]
-    tell({"what": "copy", "gigabytes_per_second": 2 * source.nbytes / seconds / 1e9})
-    del source, target, copy
-    weight = torch.randn(vocab, width, device=device, dtype=half)
-    dweight, narrow = torch.zeros(vocab, width, device=device), torch.zeros_like(weight)
-    for rows in PRODUCT_ROWS if on_gpu else (64,):
-        h = torch.randn(rows, width, device=device, dtype=half)
-        dlogits = torch.randn(rows, vocab, device=device, dtype=half)
-        calls: dict[str, Callable[[], object]] = {}
-        for name, a, b in (("h W^T", h, weight.T), ("dlogits W", dlogits, weight), ("dlogits^T h", dlogits.T, h)):
-            calls[name] = functools.partial(torch.mm, a, b)
-            calls[f"{name}, float32"] = functools.partial(torch.mm, a, b, out_dtype=torch.float32)
-        for name, total, options in (
-            ("added", narrow, {}),
-            ("added in float32", dweight, {"out_dtype": torch.float32}),
-        ):
-            added = functools.partial(torch.addmm, total, dlogits.T, h, out=total, **options)
-            calls[f"dlogits^T h, {name}"] = added
-        fact = {"head": head, "rows": rows}
-        for name, call in [*calls.items()]:
-            try:
-                call()
-            except (RuntimeError, TypeError) as error:
-                del calls[name]
-                tell({"what": name, **fact, "error": str(error).splitlines()[0]})
-        for name, times in interleave(calls, 5, device).items():
-            rate = 2 * rows * width * vocab / times["median"] / 1e12
-            tell({"what": name, **fact, "milliseconds": 1e3 * times["median"], "teraflops": rate})
-
-
-def kernels(backend: str, device_name: str, shape: str) -> None:
-    """Tells how long each kernel took, as the device saw one step, and log-probabilities alone."""
-    import torch
-    from torch.profiler import profile
-
-    from grpo_kernels.benchmarks.cases import make_case
-    from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
-    from grpo_kernels.benchmarks.inputs import make_inputs
-    from grpo_kernels.benchmarks.machine import synchronize
-
-    device = torch.device(device_name)
-    for mode in ("step", "forward"):
-        inputs = make_inputs(make_case(shape, mode=mode), device)
-        step, fact = IMPLEMENTATIONS[f"ours-{backend}"].make_step(inputs, mode), {"what": backend, "head": shape}
-        for number in range(2):
-            step(inputs)
-            tell(fact | {"warm_up": number})
-        with profile() as profiler:
-            step(inputs)
-            synchronize(device)
-        host = torch.autograd.DeviceType.CPU
-        events = [e for e in profiler.events() or () if e.device_type != host or device.type == "cpu"]
-        took: defaultdict[str, list[float]] = defaultdict(list)
-        for event in events:
-            took[event.name[:120]].append(event.time_range.elapsed_us() / 1e3)
-        rows = sorted(((sum(times), len(times), name) for name, times in took.items()), reverse=True)
-        ends = [getattr(event.time_range, end) for event in events for end in ("start", "end")]
-        total = (max(ends) - min(ends)) / 1e3 if ends else None  # what kernels do not take is idle
-        found = [dict(milliseconds=milliseconds, calls=calls, name=name) for milliseconds, calls, name in rows]
-        tell(fact | {"mode": mode, "milliseconds": total, "kernels": found})
+    "build": build,
+    "check": check,
+    "tests": tests,
+    **{stage: functools.partial(bench, stage=stage) for stage in BENCHES},
+    "trl_step": trl_step,
+}
+DEFAULT_STAGES = ("build", "check", "tests", "headline")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -392,17 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--silence", type=float, default=SILENCE, help="seconds after which a test or a step hangs")
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.device.startswith("cuda") and shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         print("gpu.py needs an NVIDIA GPU: this machine has neither nvidia-smi nor its driver", file=sys.stderr)
         return 2
-    if options.probe:
-        for shape in options.shapes or HEADS:
-            products(options.device, shape) if options.probe == "products" else kernels(
-                options.probe, options.device, shape
-            )
-        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed then, and the report written
     report = Report(options)
     stages = report.data["stages"]

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
 from grpo_kernels.benchmarks.machine import synchronize
 from grpo_kernels.benchmarks.measure import prepare
+from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.reference import Reference, off_policy, reference
 
 

@@ -13,46 +13,38 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
 
-from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, synchronize, write
+from grpo_kernels.benchmarks.command import memory_text, table
+from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, write
+from grpo_kernels.benchmarks.measure import seconds
 from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
-from grpo_kernels.benchmarks.show import memory_text, table
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 
 NAMES = ("TRL", "patch_trl", "FusedGRPOTrainer")
 ROWS = 8
+SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
 MODELS = {
-    "cpu": dict(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
-        num_hidden_layers=4,
-    ),
-    "cuda": dict(
-        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2,
-        num_hidden_layers=24,
-    ),
-}  # fmt: skip
+    "cpu": dict(zip(SIZES, (49152, 576, 1536, 9, 3), strict=True), num_hidden_layers=4),
+    "cuda": dict(zip(SIZES, (151936, 896, 4864, 14, 2), strict=True), num_hidden_layers=24),
+}
 LENGTHS = {"cpu": (32, 128), "cuda": (256, 4096)}  # of prompts and completions
 
 
 def make_trainer(name: str, device: str) -> Any:
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
-
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
-
     on_gpu, (prompt, length) = device == "cuda", LENGTHS[device]
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    config = LlamaConfig(
-        **MODELS[device], tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
-        max_position_embeddings=prompt + length,
-    )  # fmt: skip
+    ids = dict(pad_token_id=0, eos_token_id=1, max_position_embeddings=prompt + length)
+    config = LlamaConfig(**MODELS[device], **ids, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device(device):
         model = LlamaForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32)
@@ -89,15 +81,9 @@ def make_batch(device: str) -> dict[str, torch.Tensor]:
     return {key: x.to(device) for key, x in batch.items()}
 
 
-def step(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> float:
-    from grpo_kernels.integrations.trl import patch_trl, unpatch_trl
-
+def step(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> None:
     (patch_trl if name == "patch_trl" else unpatch_trl)()
-    synchronize(batch["advantages"].device)
-    start = time.perf_counter()
     trainer._compute_loss(trainer.model, batch).backward()
-    synchronize(batch["advantages"].device)
-    return time.perf_counter() - start
 
 
 def measure_peak_memory(name: str, device: str, on_progress: OnProgress) -> int | None:
@@ -119,25 +105,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/trl-step.json"))
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
+    device = torch.device(chosen.device)
     peaks = {name: run_in_subprocess(measure_peak_memory, name, chosen.device) for name in NAMES}
-    trainers, batch = {name: make_trainer(name, chosen.device) for name in NAMES}, make_batch(chosen.device)
-    rounds = [{name: step(name, trainers[name], batch) for name in NAMES} for _ in range(chosen.repeats + 1)][1:]
-    found = {
-        name: {
-            "seconds": [times[name] for times in rounds],
-            "of_trl": statistics.median(times[name] / times["TRL"] for times in rounds),
-            "peak_bytes": peaks[name],
-        }
-        for name in NAMES
-    }
-    rows = [
-        [name, f"{statistics.median(one['seconds']):.2f} s", f"{one['of_trl']:.2f}", memory_text(one)]
-        for name, one in found.items()
-    ]
+    batch = make_batch(chosen.device)
+    steps = {name: partial(step, name, make_trainer(name, chosen.device), batch) for name in NAMES}
+    rounds = [{name: seconds(one, device) for name, one in steps.items()} for _ in range(chosen.repeats + 1)][1:]
+    found, rows = {}, []
+    for name in NAMES:
+        times, of_trl = [one[name] for one in rounds], statistics.median(one[name] / one["TRL"] for one in rounds)
+        found[name] = {"seconds": times, "of_trl": of_trl, "peak_bytes": peaks[name]}
+        rows.append((name, f"{statistics.median(times):.2f} s", f"{of_trl:.2f}", memory_text(found[name])))
     print(table(("trainer", "time", "of TRL", "peak MiB"), rows))
     settings = {"device": chosen.device, "repeats": chosen.repeats, **MODELS[chosen.device]}
-    here = environment(torch.device(chosen.device))
-    write(chosen.output, {"environment": here, "settings": settings, "steps": {"dapo": found}})
+    write(chosen.output, {"environment": environment(device), "settings": settings, "steps": {"dapo": found}})
 
 
 if __name__ == "__main__":

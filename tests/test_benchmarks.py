@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -11,19 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import tune
 
 from grpo_kernels.benchmarks import command, measure, process
+from grpo_kernels.benchmarks.baselines import Result, Step, Unsupported
 from grpo_kernels.benchmarks.cases import MODES, SETS, Case, jobs, make_case, parse_shape
-from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Step, Unsupported, select
 from grpo_kernels.benchmarks.inputs import Inputs, grpo_objective, make_inputs
 from grpo_kernels.benchmarks.measure import Options
+from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS, Implementation, select
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
-from grpo_kernels.benchmarks.show import case_table
 from grpo_kernels.commands.cli import main
 from grpo_kernels.kernels import launch
 
@@ -94,46 +91,38 @@ def test_a_wrong_or_missing_result_is_said() -> None:
 # --- one case -------------------------------------------------------------------------------------------------------
 
 
-def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation, deadline: float = NEVER) -> dict:
-    """`_measure` in this process, with one more implementation."""
-    table = {name: IMPLEMENTATIONS[name] for name in ("ours", "floor", "eager")} | {"extra": extra}
-    monkeypatch.setattr(measure, "IMPLEMENTATIONS", table)
-    monkeypatch.setattr(measure, "limit_memory", lambda: None)
-    monkeypatch.setattr(measure, "SHORT_S", NEVER)  # or one that this machine holds up has one round
-    return measure._measure(case, list(table), Options("cpu", 2, deadline), lambda *told: None)
-
-
 def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(inputs: Inputs, mode: str) -> Step:
         step = IMPLEMENTATIONS["eager"].make_step(inputs, mode)
         return lambda inputs: Result(*(x if x is None else x * 1.5 for x in step(inputs)))
 
-    def unsupported(inputs: Inputs, mode: str) -> Step:
-        raise Unsupported("no such mode")
+    def fail(error: Exception) -> Step:
+        raise error
 
-    def exhausted(inputs: Inputs, mode: str) -> Step:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    for make_step, key, words in (
-        (wrong, "error", "wrong result"),
-        (unsupported, "missing", "no such mode"),
-        (exhausted, "error", "out of memory"),
-    ):
-        found = _measured(monkeypatch, TINY, Implementation("extra", make_step))
-        report = found["extra"]
-        assert report[key].startswith(words) and "seconds" not in report and "seconds" in found["ours"]
-        assert words in case_table({"case": dataclasses.asdict(TINY), "implementations": {"extra": report}})
+    table = {name: IMPLEMENTATIONS[name] for name in ("ours", "floor", "eager")} | {
+        "wrong": Implementation("wrong", wrong),
+        "absent": Implementation("absent", lambda *given: fail(Unsupported("no such mode"))),
+        "large": Implementation("large", lambda *given: fail(torch.OutOfMemoryError("CUDA out of memory"))),
+    }
+    monkeypatch.setattr(measure, "IMPLEMENTATIONS", table)
+    monkeypatch.setattr(measure, "limit_memory", lambda: None)
+    found = measure._measure(TINY, list(table), Options("cpu", 2, NEVER), lambda *told: None)
+    assert [name for name, report in found.items() if "seconds" in report] == ["ours", "floor", "eager"]
+    assert found["wrong"]["error"].startswith("wrong result") and found["absent"]["missing"] == "no such mode"
+    assert found["large"]["error"].startswith("out of memory")
+    shown = command.case_table({"case": dataclasses.asdict(TINY), "implementations": found})
+    assert all(words in shown for words in ("wrong result", "no such mode", "out of memory"))
 
 
 def test_rounds_are_interleaved_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SHORT_S", NEVER)
     calls: list[str] = []
     steps = {name: lambda name=name: calls.append(name) for name in "abc"}
-    found = measure.interleave(steps, 3, CPU, NEVER, lambda *told: None)
+    found = dict(measure.interleave(steps, 3, CPU))  # the last of each
     assert "".join(calls) == "abcbcacab"
-    assert all(len(report["times"]) == 3 for report in found.values())
-    found = measure.interleave(steps, 5, CPU, 0.0, lambda *told: None)
-    assert all(len(report["times"]) == 1 for report in found.values()), "a deadline leaves one round"
+    assert all(len(times) == 3 for times in found.values())
+    found = dict(measure.interleave(steps, 5, CPU, deadline=0.0))
+    assert all(len(times) == 1 for times in found.values()), "a deadline leaves one round"
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -148,17 +137,20 @@ def is_killed(on_progress: process.OnProgress) -> None:
     os.kill(os.getpid(), 9)
 
 
-def test_a_process_that_hangs_or_is_killed_is_described() -> None:
+def test_a_process_that_hangs_is_late_or_is_killed_is_described() -> None:
     with pytest.raises(process.Died, match="no answer for 3 s"):
         process.run_in_subprocess(hang, silence_s=3.0)
+    with pytest.raises(process.Died, match=process.NOT_RUN):
+        process.run_in_subprocess(hang, deadline=0.0)
     told: list[str] = []
     with pytest.raises(process.Died, match="out of memory: the process was killed") as death:
         process.run_in_subprocess(is_killed, on_progress=lambda text, found: told.append(text))
     assert told == ["before"] == [death.value.last_message]
 
 
-def test_who_kills_the_process_costs_itself_alone() -> None:
+def test_who_kills_the_process_costs_itself_alone_and_what_was_found_in_time_is_kept() -> None:
     deaths = {"trl": "the process ended with 1", "eager": "CUDA error: an illegal memory access was encountered"}
+    names = ["ours", "trl", "floor", "eager"]
 
     def run(_: object, case: Case, names: list[str], options: Options) -> dict:
         for name in names:
@@ -166,39 +158,16 @@ def test_who_kills_the_process_costs_itself_alone() -> None:
                 raise process.Died(deaths[name], name)
         return {name: {"seconds": 1.0} for name in names}
 
-    found = measure.measure(TINY, ["ours", "trl", "floor", "eager"], ONCE, run)["implementations"]
-    assert list(found) == ["ours", "trl", "floor", "eager"]
-    assert found["ours"] == found["floor"] == {"seconds": 1.0}
-    assert {name: found[name]["error"] for name in deaths} == deaths
+    def late(*_: object) -> dict:
+        found = {name: {"title": name} for name in names}
+        raise process.Died(process.NOT_RUN, "trl", found | {"ours": {"seconds": 1.0}})
 
-
-def measure_slowly(case: Case, names: list[str], options: Options, on_progress: process.OnProgress) -> dict:
-    found: dict = {name: {"title": name} for name in names}
-    found["ours"] |= {"first_call_seconds": 0.5, "seconds": {"median": 1.0}}
-    found["trl"]["first_call_seconds"] = 0.5
-    on_progress("trl", found)
-    time.sleep(600)
-    return found
-
-
-def test_what_is_found_until_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_measure", measure_slowly)
-    told: list[dict] = []
-
-    def run(*arguments: object) -> object:
-        """Its time is over when it has told something."""
-        clock = SimpleNamespace(time=lambda: 1e9 if told else 0.0, sleep=time.sleep)
-        monkeypatch.setattr(process, "time", clock)
-        progress = lambda text, found: told.append(found)  # noqa: E731
-        return process.run_in_subprocess(*arguments, on_progress=progress, deadline=1e6)
-
-    names = ["ours", "trl", "eager"]
     found = measure.measure(TINY, names, ONCE, run)["implementations"]
-    assert [report.get("error") for report in found.values()] == [None, process.NOT_RUN, process.NOT_RUN]
-    assert list(found) == names and len(told) == 1 and found["ours"]["seconds"] == {"median": 1.0}
-    late = functools.partial(process.run_in_subprocess, deadline=0.0)
-    for report in measure.measure(TINY, names, ONCE, late)["implementations"].values():
-        assert report["error"] == process.NOT_RUN and report["title"]
+    assert list(found) == names and found["ours"] == found["floor"] == {"seconds": 1.0}
+    assert {name: found[name]["error"] for name in deaths} == deaths
+    found = measure.measure(TINY, names, ONCE, late)["implementations"]
+    assert list(found) == names and found["ours"] == {"seconds": 1.0}
+    assert all(found[name]["error"] == process.NOT_RUN for name in names[1:])
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -219,11 +188,11 @@ def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytes
 
 
 def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--set", "tokens", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
+    options = ["--set", "masks", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
     assert main(["bench", "--device", "cpu", *options]) == 0
     said = capfd.readouterr().out
-    assert said.count("\nnot run, out of time: ") == len(jobs("tokens", "cpu"))
-    assert said.startswith("5 cases, which end after 0.01 minutes with what is measured then\n")
+    assert said.count("\nnot run, out of time: ") == len(jobs("masks", "cpu"))
+    assert said.startswith("10 cases, which end after 0.01 minutes with what is measured then\n")
     assert "the time was over before 0 measurements of the cases above; --minutes takes more" in said
 
 
@@ -257,7 +226,7 @@ def test_a_failure_of_ours_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setattr(command, "measure_peak_memory", lambda *a: {})
         options = ["--shapes", "tiny:64", "--against", "ours", "--no-figures", "--output", str(tmp_path / "b.json")]
         assert main(["bench", "--device", "cpu", "--exclude", "floor", *options]) == status
-    assert command.failures({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
+    assert command.has_failed({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
 
 
 @pytest.mark.parametrize("cut", ["error", "memory_error"])
@@ -289,19 +258,6 @@ def test_a_run_goes_on_where_an_earlier_one_ended(
 
 
 # --- launches of Triton kernels ---------------------------------------------------------------------------------------
-
-
-def test_launches_are_timed_and_wrong_ones_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(tune.CANDIDATES, launch.RowLaunch, dict(rows=(1,), block=(128, 7), num_warps=(4,)))
-    tune.main(["--shape", "8x16x200", "--dtype", "float32", "--device", str(DEVICE), "--rounds", "1"])
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("left out: RowLaunch(rows=1, block=7, num_warps=4): ")
-    assert {line.partition(" ms  ")[2] for line in said[1:]} == {
-        "as shipped",
-        "RowLaunch(rows=1, block=128, num_warps=4)",
-    }
 
 
 def test_the_users_table_comes_before_the_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

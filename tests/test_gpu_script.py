@@ -19,22 +19,26 @@ BACKEND = """
 import os, sys
 if not any(word in " ".join(sys.orig_argv) for word in ("pytest", "--stages", "stdin.readline")):  # the last: xdist's
     from dataclasses import replace
-    from grpo_kernels import kernels as backends
-    from grpo_kernels.kernels.torch.backend import TORCH
+    from grpo_kernels import kernels
 
-    def make(name):
-        def gradient(chunk, dlogp, dentropy, out):
-            TORCH.gradient(chunk, dlogp, dentropy, out)
+    def load(name):
+        table = kernels.get_backend("torch")
+
+        def statistics(chunk):
+            table.statistics(chunk)
             if chunk.logits.shape[1] > 1000:
                 os._exit(7)
+
+        def gradient(chunk, dlogp, dentropy, out):
+            table.gradient(chunk, dlogp, dentropy, out)
             if name == "cuda":
                 out.dlogits[:, ::2] = 0
 
-        return replace(TORCH, name=name, gradient=gradient), ""
+        return replace(table, name=name, statistics=statistics, gradient=gradient), ""
 
-    entry = backends._REGISTRY["torch"]
     for name in ("cuda", "triton"):
-        backends._REGISTRY[name] = entry._replace(load=lambda name=name: make(name), devices=("cpu",))
+        entry = kernels._REGISTRY["torch"]._replace(load=lambda name=name: load(name), devices=("cpu",))
+        kernels._REGISTRY[name] = entry
 """
 # Two for each worker; those of 2 and 3 are for the worker that comes after.
 TESTS = """

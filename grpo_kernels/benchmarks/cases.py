@@ -17,7 +17,6 @@ MODES = {
     "forward": "log-probabilities of the sampled ids under no_grad",
 }
 DTYPES = ("float32", "bfloat16", "float16")
-DIVERGENCES = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}  # TRL's and Liger's beta
 HEADS = {  # (H, V) of the lm_head
     "smollm2-135m": (576, 49152),
     "qwen2.5-0.5b": (896, 151936),
@@ -35,8 +34,7 @@ class Case:
     """One measurement: N = `tokens` in N / T completions of T = `length`, `generations` adjacent ones to a prompt.
 
     `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term. `masked_share` of
-    the completions have a sampling mask of `kept_ids` ids for each token; with 0 there is none. With a
-    `divergence`, one of DIVERGENCES, the loss is that to the distribution of a teacher of the same shape.
+    the completions have a sampling mask of `kept_ids` ids for each token; with 0 there is none.
     """
 
     head: str
@@ -51,13 +49,10 @@ class Case:
     beta: float = 0.04
     kept_ids: int = 0
     masked_share: float = 1.0
-    divergence: str = ""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.hidden_size, self.vocab_size, self.length, self.generations) < 1:
             raise ValueError(f"{self}: sizes have to be positive")
-        if self.divergence and self.mode == "forward":
-            raise ValueError(f"divergence={self.divergence!r}; expected a mode with gradients")
         if self.tokens % (self.generations * self.length):
             raise ValueError(
                 f"tokens={self.tokens}; expected a multiple of generations * length = {self.generations * self.length}"
@@ -77,8 +72,6 @@ class Case:
         if self.kept_ids:
             share = "" if self.masked_share == 1.0 else f" of {self.masked_share:.0%} of the tokens"
             parts.append(f"{self.kept_ids} ids kept{share}")
-        if self.divergence:
-            parts.append(f"{self.divergence} to a teacher")
         return ", ".join(parts)
 
 
@@ -112,13 +105,13 @@ NEAREST = (*BARE, "compiled", "trl", "liger")
 PEERS = (*BARE, "trl", "liger", "liger-native", "verl", "quack")
 IDLE = ("ours", "ours-unscored", "floor")
 MASKED = ("ours", "ours-unmasked", "floor")
-TOP_K = ("ours", "ours-tail", "ours-renormalize")
+WEIGHED = (*PLAIN, "trl", "liger")
 BOTH = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A case, and the implementations measured in it: `select(against)` of implementations/.
+    """A case, and the implementations measured in it: `select(against)` of peers.py.
 
     `memory`: patterns of those whose memory a CPU measures too, in a process each; a GPU measures that of everybody
     who is timed.
@@ -158,21 +151,8 @@ def _lengths(head: str, lengths: tuple[int, ...], against: tuple[str, ...], **op
     return [job for length in lengths for job in _jobs(f"{head}:{8 * length}", against, length=length, **options)]
 
 
-def _masks(shape: str, widths: tuple[str, ...], **fields: Any) -> list[Job]:
-    """Time against kept ids and against H, half of the tokens masked, scoring alone."""
-    return [
-        *_jobs(shape, MASKED, memory=MASKED[:2], kept_ids=(32, 8, 512), **fields),
-        *_jobs(shape, MASKED, kept_ids=32, masked_share=0.5, **fields),
-        *_jobs(shape, MASKED, kept_ids=32, mode="forward", **fields),
-        *_jobs(shape, MASKED, kept_ids=(128, 16, 64, 256), **fields),
-        *_jobs(widths, MASKED, kept_ids=32, **fields),
-    ]
-
-
 _GPU_HEADS = tuple(f"{head}:16384" for head in ("llama-3-8b", "qwen2.5-7b", "qwen2.5-1.5b", "gemma-2-2b"))
-_CPU_HEADS = ("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512")
 _SHARES = (0.0, 0.5, 0.25, 0.75)
-_WEIGHED = (*PLAIN, "trl", "liger")
 SETS: dict[str, dict[str, list[Job]]] = {
     "quick": {
         "cpu": [
@@ -207,21 +187,6 @@ SETS: dict[str, dict[str, list[Job]]] = {
         "cpu": _jobs("smollm2-135m:2048", ("ours", "ours-cpu", "ours-torch", "floor"), dtype=BOTH, length=256),
         "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda", "ours-triton", "ours-sparse", "floor")),
     },
-    # Time against the share of prompts whose rewards are all equal; without KL they have no gradient.
-    "idle": {
-        "cpu": [
-            *_jobs("smollm2-135m:1024", (*IDLE, "eager", "trl", "liger"), idle_share=_SHARES, beta=0.0, length=64),
-            *_jobs("smollm2-135m:1024", IDLE, dtype="float32", idle_share=(0.0, 0.5), beta=0.0, length=64),
-        ],
-        "cuda": _jobs(
-            "qwen2.5-1.5b:16384", (*IDLE, "eager", "trl", "liger"), idle_share=(*_SHARES, 1.0), beta=0.0, length=512
-        ),
-    },
-    # Few tokens, where launches cost more than products, to many.
-    "tokens": {
-        "cpu": _jobs(_counts("smollm2-135m", 2048), NEAREST),
-        "cuda": _jobs(_counts("qwen2.5-1.5b", 65536), NEAREST),
-    },
     # What the host takes, where products take next to nothing.
     "host": {
         kind: [
@@ -230,26 +195,32 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ]
         for kind in ("cpu", "cuda")
     },
-    # Peak memory against the length of 8 completions.
-    "memory": {
-        "cpu": _lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), _WEIGHED, timed=False, memory=_WEIGHED),
-        "cuda": _lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*_WEIGHED, "floor", "verl*")),
-    },
+    # Time against kept ids, half of the tokens masked, scoring alone.
     "masks": {
-        "cpu": _masks("smollm2-135m:2048", tuple(f"1024x{h}x49152" for h in (256, 1024, 2048)), dtype=BOTH, length=256),
-        "cuda": _masks("llama-3-8b:16384", tuple(f"8192x{h}x131072" for h in (1024, 4096, 8192))),
+        kind: [
+            *_jobs(shape, MASKED, memory=MASKED[:2], kept_ids=(32, 8, 512), **options),
+            *_jobs(shape, MASKED, kept_ids=32, masked_share=0.5, **options),
+            *_jobs(shape, MASKED, kept_ids=32, mode="forward", **options),
+        ]
+        for kind, shape, options in (
+            ("cpu", "smollm2-135m:2048", dict(dtype=BOTH, length=256)),
+            ("cuda", "llama-3-8b:16384", {}),
+        )
     },
-    # The divergence to a teacher's distribution; a teacher that is known at a few ids beside a step, and alone.
-    "teacher": {
+    # The share of prompts whose rewards are all equal, which have no gradient without KL; few tokens, where launches
+    # cost more than products, to many; peak memory against the length of 8 completions.
+    "sweeps": {
         "cpu": [
-            *_jobs(_CPU_HEADS, NEAREST, dtype=BOTH, divergence="reverse_kl", memory=NEAREST),
-            *_jobs(_CPU_HEADS[0], NEAREST, dtype=BOTH, divergence=("forward_kl", "jsd")),
-            *_jobs(_CPU_HEADS, TOP_K, dtype=BOTH, beta=0.0),
+            *_jobs("smollm2-135m:1024", (*IDLE, *WEIGHED[1:]), idle_share=_SHARES, beta=0.0, length=64),
+            *_jobs("smollm2-135m:1024", IDLE, dtype="float32", idle_share=(0.0, 0.5), beta=0.0, length=64),
+            *_jobs(_counts("smollm2-135m", 2048), NEAREST),
+            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), WEIGHED, timed=False, memory=WEIGHED),
         ],
-        "cuda": [*_jobs(_GPU_HEADS[:2], NEAREST, divergence="reverse_kl"), *_jobs(_GPU_HEADS[:2], TOP_K, beta=0.0)],
+        "cuda": [
+            *_jobs("qwen2.5-1.5b:16384", (*IDLE, *WEIGHED[1:]), idle_share=(*_SHARES, 1.0), beta=0.0, length=512),
+            *_jobs(_counts("qwen2.5-1.5b", 65536), NEAREST),
+            *_lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*WEIGHED, "floor", "verl*")),
+        ],
     },
 }
 SETS["targets"] = SETS["heads"]  # its name in committed results
-SETS["sweeps"] = {
-    kind: [job for part in ("idle", "tokens", "memory") for job in SETS[part][kind]] for kind in ("cpu", "cuda")
-}

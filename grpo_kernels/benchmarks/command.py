@@ -8,24 +8,29 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Job, jobs, make_case
-from .implementations import IMPLEMENTATIONS, select
-from .machine import Document, environment, now, read, write
+from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Case, Job, jobs, make_case
+from .machine import OUT_OF_MEMORY, Document, environment, now, read, write
 from .measure import Options, Run, measure, measure_peak_memory
+from .peers import IMPLEMENTATIONS, select
 from .process import NOT_RUN, OnProgress, run_in_subprocess
-from .show import case_table, headline
 
 ROUNDS = {"cpu": 3, "cuda": 15}
 SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
 _QUICK_MINUTES = 1.8
 _LATE_S = 8.0  # after the end: for calls that are under way; what is not ready then is stopped
 _WORTH_STARTING_S = 10.0  # of the time that is left
+_HEADER = (
+    *("", "median ms", "min", "max", "to floor", "to eager", "peak MiB", "gradients", "logp"),
+    "why there is none",
+)
 _SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment, in all cases of a document
 
 
@@ -89,14 +94,20 @@ def bench(arguments: argparse.Namespace) -> int:
             print(f"\n{case_table(found)}", flush=True)
     for case in document["not_run"]:
         print(f"not run, out of time: {case}")
-    reports = [report for found in cases for report in found["implementations"].values()]
-    cut = sum(NOT_RUN in (report.get("error"), report.get("memory_error")) for report in reports)
+    cut = sum(_is_cut(report) for found in cases for report in found["implementations"].values())
     if cut or document["not_run"]:
         print(f"the time was over before {cut} measurements of the cases above; --minutes takes more")
     print(f"written: {output}")
-    if not arguments.no_figures:
-        _draw(document, output.parent)
-    return 1 if failures(document) else 0
+    if arguments.no_figures:
+        pass
+    elif importlib.util.find_spec("matplotlib") is None:
+        print("no pictures without matplotlib: pip install matplotlib", file=sys.stderr)
+    else:
+        from .figures import draw
+
+        for path in draw(document, output.parent):
+            print(f"written: {path}")
+    return 1 if has_failed(document) else 0
 
 
 def measure_job(job: Job, options: Options, run: Run) -> Document:
@@ -118,15 +129,21 @@ def measure_job(job: Job, options: Options, run: Run) -> Document:
     return {"case": asdict(job.case), "date": now()} | found
 
 
-def failures(document: Document) -> list[str]:
-    """Cases of ours that ended in an error; running out of memory or time is none."""
-    excused = ("out of memory", "not run")
-    return [
-        f"{found['case']}: {name}: {report['error']}"
+def has_failed(document: Document) -> bool:
+    """Whether a case, or ours in one, ended in an error; running out of memory or time is none."""
+    excused = (OUT_OF_MEMORY, "not run")
+    return any(
+        "error" in found
+        or any(
+            name.startswith("ours") and not report.get("error", "not run").startswith(excused)
+            for name, report in found["implementations"].items()
+        )
         for found in document["cases"]
-        for name, report in found["implementations"].items()
-        if name.startswith("ours") and not report.get("error", "not run").startswith(excused)
-    ] + [f"{found['case']}: {found['error']}" for found in document["cases"] if "error" in found]
+    )
+
+
+def _is_cut(report: Document) -> bool:
+    return NOT_RUN in (report.get("error"), report.get("memory_error"))
 
 
 def _complete_cases(path: Path, here: Document) -> list[Document]:
@@ -135,11 +152,7 @@ def _complete_cases(path: Path, here: Document) -> list[Document]:
     differ = [name for name in _SAME if document["environment"].get(name) != here[name]]
     if differ:
         raise ValueError(f"{path} was measured otherwise ({', '.join(differ)}): move it, or do not resume")
-
-    def complete(report: Document) -> bool:
-        return NOT_RUN not in (report.get("error"), report.get("memory_error"))
-
-    return [case for case in document["cases"] if all(map(complete, case["implementations"].values()))]
+    return [case for case in document["cases"] if not any(map(_is_cut, case["implementations"].values()))]
 
 
 def _device(name: str) -> torch.device:
@@ -191,11 +204,59 @@ def _show_progress(job: str) -> OnProgress:
     return show
 
 
-def _draw(document: Document, folder: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no pictures without matplotlib: pip install matplotlib", file=sys.stderr)
-        return
-    from .figures import draw
+# --- tables -----------------------------------------------------------------------------------------------------------
 
-    for path in draw(document, folder):
-        print(f"written: {path}")
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown with aligned columns: the first and the last to the left, the last one as wide as it needs."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    widths[-1] = max(3, len(header[-1]))
+    lines = [header, ["-" * max(3, width) for width in widths], *rows]
+    last = len(header) - 1
+    return "\n".join(
+        "| "
+        + " | ".join(
+            cell.rjust(w) if 0 < i < last else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        + " |"
+        for line in lines
+    )
+
+
+def case_table(found: Document) -> str:
+    """Time, its spread and ratios, peak memory, errors against float64; or why there is nothing.
+
+    Errors are those of the gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
+    """
+    case = Case(**found["case"])
+    lines = [f"{case}: {MODES[case.mode]}", *([found["error"]] if "error" in found else [])]
+    rows = [_row(name, report) for name, report in found["implementations"].items()]
+    return "\n".join([*lines, *([table(_HEADER, rows)] if rows else [])])
+
+
+def headline(environment: Document) -> str:
+    """Where and with what, in one line."""
+    where = f"{environment['device']}, driver {environment['driver']}" if environment["driver"] else environment["cpu"]
+    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items() if number)
+    return f"{where}, {environment['threads']} threads; {versions}; backends {', '.join(environment['backends'])}"
+
+
+def memory_text(report: dict[str, Any]) -> str:
+    """Peak memory in MiB, or that it was out of memory."""
+    if "peak_bytes" in report:
+        return f"{report['peak_bytes'] / 2**20:,.0f}"
+    return str(report.get("memory_error", "").split(":")[0])
+
+
+def _row(name: str, report: dict[str, Any]) -> list[str]:
+    times, errors = report.get("seconds", {}), report.get("errors") or {}
+    cells = [f"{times[key] * 1e3:.1f}" if times else "" for key in ("median", "min", "max")]
+    cells += [f"{report[key]:.2f}" if key in report else "" for key in ("ratio_to_floor", "ratio_to_eager")]
+    cells.append(memory_text(report))
+    for names in (("dhidden", "dweight"), ("logps_max",)):
+        found = [errors[quantity] for quantity in names if quantity in errors]
+        cells.append(f"{max(found):.1e}" if found else "")
+    nothing = "" if "peak_bytes" in report else report.get("memory_error") or "not measured"
+    why = report.get("missing") or report.get("error") or ("" if times else nothing)
+    return [name, *cells, why]

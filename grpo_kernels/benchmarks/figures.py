@@ -127,14 +127,15 @@ PICTURES: dict[str, Callable[[Document], Figure | None]] = {"time": time, "memor
 # --- what a document holds --------------------------------------------------------------------------------------------
 
 
+def is_plain_step(case: Document) -> bool:
+    """Whether it is a step in which every token has a gradient, over the whole vocabulary."""
+    of = case["case"]
+    return of["mode"] == "step" and not of["idle_share"] and not of.get("kept_ids")
+
+
 def _steps(document: Document) -> list[Document]:
-    """Cases of models' heads in which every token has a gradient of a step."""
-    plain = {"mode": "step", "idle_share": 0.0, "kept_ids": 0, "divergence": ""}
-    return [
-        case
-        for case in document["cases"]
-        if case["case"]["head"] != "custom" and all(case["case"].get(key, x) == x for key, x in plain.items())
-    ]
+    """Plain steps of models' heads."""
+    return [case for case in document["cases"] if is_plain_step(case) and case["case"]["head"] != "custom"]
 
 
 def _peers(case: Document) -> list[tuple[str, Document]]:

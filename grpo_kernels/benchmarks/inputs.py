@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..rewards import group_advantages
 from ..sampling_mask import SamplingMask
-from ..teacher import Teacher
 from .cases import Case
 
 EPSILON = 0.2
@@ -32,8 +31,6 @@ class Inputs:
     advantages: Tensor  # (B,) float32
     beta: float
     sampling_mask: SamplingMask | None = None
-    divergence: str = ""
-    teacher: Teacher | None = None  # with a divergence: near this policy
 
     @property
     def flat_hidden(self) -> Tensor:
@@ -73,7 +70,6 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     ids = torch.randint(case.vocab_size, (batch, length), device=device, generator=generator)
     mask = _sampling_mask(ids, case, generator) if case.kept_ids else None
     weight.mul_(2 / math.sqrt(case.hidden_size))
-    teacher = Teacher(nearby(hidden, generator), nearby(weight, generator)) if case.divergence else None
     return Inputs(
         hidden=hidden.requires_grad_(),
         weight=weight.requires_grad_(case.mode != "frozen"),
@@ -84,15 +80,7 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
         advantages=group_advantages(rewards, num_generations=case.generations),
         beta=case.beta,
         sampling_mask=mask,
-        divergence=case.divergence,
-        teacher=teacher,
     )
-
-
-def nearby(x: Tensor, generator: torch.Generator) -> Tensor:
-    """With noise of 0.3 of its standard deviation."""
-    noise = torch.empty_like(x, requires_grad=False).normal_(generator=generator)
-    return noise.mul_(0.3 * x.detach().std()).add_(x.detach())
 
 
 def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> SamplingMask:
@@ -119,16 +107,6 @@ def token_losses(logps: Tensor, old_logps: Tensor | None, ref_logps: Tensor, adv
     if beta != 0.0:
         loss = loss + beta * (torch.exp(ref_logps - logps) - (ref_logps - logps) - 1)
     return loss
-
-
-def token_divergences(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
-    """Of p, the policy, and q, the teacher, per token, from log-probabilities of all ids."""
-    if divergence == "reverse_kl":
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-    if divergence == "forward_kl":
-        return (log_q.exp() * (log_q - log_p)).sum(-1)
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return 0.5 * (log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)).sum(-1)
 
 
 def grpo_objective(logps: Tensor, inputs: Inputs) -> Tensor:

@@ -10,16 +10,17 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from .baselines import Step, Unsupported
 from .cases import Case
-from .implementations import IMPLEMENTATIONS, Step, Unsupported
 from .inputs import Inputs, make_inputs
 from .machine import OUT_OF_MEMORY, describe, limit_memory, peak, restart_peak, synchronize
+from .peers import IMPLEMENTATIONS
 from .process import NOT_RUN, Died, OnProgress, run_in_subprocess
 from .reference import Reference, errors, off_policy, reference, why_wrong
 
@@ -96,13 +97,11 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
     gc.collect()
     gc.freeze()  # what lives now is not looked at before each call
 
-    def after_call(last: str, measured: Found) -> None:
-        for name, times in measured.items():
-            found[name]["seconds"] = times
+    for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress):
+        median = statistics.median(times)
+        found[name]["seconds"] = {"median": median, "min": min(times), "max": max(times), "times": times}
         _add_ratios(found)
-        on_progress(last, found)
-
-    interleave(ready, options.rounds, device, options.deadline, on_progress, after_call)
+        on_progress(name, found)
     return found
 
 
@@ -119,16 +118,15 @@ def interleave(
     device: torch.device,
     deadline: float = math.inf,
     on_progress: OnProgress = lambda text: None,
-    after_call: Callable[[str, Found], None] = lambda last, found: None,
-) -> Found:
-    """Median, spread and all of `rounds` times of every step, in turn; at least one where the deadline comes first.
-    `after_call` gets the step that was the last, and the same of the calls so far.
+) -> Iterator[tuple[str, list[float]]]:
+    """Yields after each call whose it was and its times so far: `rounds` of every step, in turn; at least one where the
+    deadline comes first.
 
     Who takes seconds and FAR times as long as the fastest is left at one round, unless others are divided by it
     (BASES): whether it is 3.1 or 3.2 times is not worth the minutes. Each step has to have run before.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    order, found = list(steps), {}
+    order = list(steps)
     for number in range(rounds):
         if number and time.time() > deadline:
             break
@@ -140,14 +138,8 @@ def interleave(
             if device.type == "cuda":  # whose clock follows the power that the work before took: let it be this work
                 steps[name]()
             times[name].append(seconds(steps[name], device))
-            found[name] = _summary(times[name])
-            after_call(name, found)
+            yield name, list(times[name])
         order = order[1:] + order[:1]
-    return found
-
-
-def _summary(times: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(times), "min": min(times), "max": max(times), "times": list(times)}
 
 
 def seconds(step: Callable[[], object], device: torch.device) -> float:
@@ -221,7 +213,7 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     device = torch.device("cpu")
     limit_memory()
     on_progress(name)
-    # With a sampling mask or a teacher other libraries are loaded.
+    # With a sampling mask other libraries are loaded.
     kept = min(case.kept_ids, 8)
     tiny = replace(case, tokens=32, hidden_size=64, vocab_size=512, length=8, generations=4, kept_ids=kept)
     for one in (tiny, case):

@@ -66,7 +66,11 @@ def run_in_subprocess(
         process.join(10)
         raise Died(_describe_exit(process.exitcode), last_message, last_found) from None
     finally:
-        _end(process, patience_s=5.0 if answered else 0.0)
+        process.join(5.0 if answered else 0.0)  # it has answered and is leaving, or it is not waited for
+        if process.is_alive():
+            process.kill()
+            process.join()
+            time.sleep(0.1)  # a device's memory comes back a moment after its process
         ours.close()
 
 
@@ -77,15 +81,6 @@ def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[obje
         pipe.send(("raised", describe(error)))
     sys.stdout.flush()
     os._exit(0)  # the interpreter's own end takes time and prints what Triton's bindings did not free
-
-
-def _end(process: Any, patience_s: float) -> None:
-    """It has answered and is leaving, or it is not waited for."""
-    process.join(patience_s)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        time.sleep(0.1)  # a device's memory comes back a moment after its process
 
 
 def _describe_exit(exitcode: int | None) -> str:

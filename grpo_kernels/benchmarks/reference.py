@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .implementations import Result
-from .inputs import LOG_RATIOS, Inputs, token_divergences, token_losses
+from .baselines import Result
+from .inputs import LOG_RATIOS, Inputs, token_losses
 
 _LOGITS = 2**26  # float64 logits at a time, 0.5 GiB, which autograd holds a few times over
 # Relative errors beyond these are no rounding. Rounding the logits to bfloat16 alone costs about 1.5e-2.
@@ -36,7 +35,7 @@ class Reference:
 def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
     """The same batch a little off-policy, its true log-probabilities from float32, since near is enough."""
     weight, hidden = inputs.weight.detach().float(), inputs.flat_hidden.detach()
-    parts = [_log_p(hidden[rows].float() @ weight.T, inputs, rows)[1] for rows in _chunks(inputs)]
+    parts = [_logps(hidden[rows].float() @ weight.T, inputs, rows) for rows in _chunks(inputs)]
     logps, generator = torch.cat(parts).view(inputs.ids.shape), torch.Generator().manual_seed(seed)
     which = torch.randint(len(LOG_RATIOS), logps.shape, generator=generator)
     log_ratio = torch.tensor(LOG_RATIOS, dtype=logps.dtype)[which].to(logps.device)
@@ -44,13 +43,10 @@ def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
     return replace(inputs, old_logps=(logps - log_ratio).float(), ref_logps=(logps + drift).float())
 
 
-def reference(
-    inputs: Inputs, mode: str, objective: str, change: Callable[[Tensor, Tensor], Tensor] | None = None
-) -> Reference:
+def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
     """One pass over chunks of rows: with all masks one, a token's share of the loss depends on that token alone.
 
-    `objective`: "grpo", or "cross_entropy", the mean of -logp; inputs with a teacher have their divergence instead.
-    `change(dlogits, rows)`: what the gradients of hidden states and weight are computed from.
+    `objective`: "grpo", or "cross_entropy", the mean of -logp.
     """
     weight, hidden, count = inputs.weight.detach().double(), inputs.flat_hidden.detach(), inputs.ids.numel()
     old = None if inputs.old_logps is None else inputs.old_logps.reshape(-1).double()
@@ -62,12 +58,9 @@ def reference(
     for rows in _chunks(inputs):
         h = hidden[rows].double()
         logits = (h @ weight.T).requires_grad_(mode != "forward")
-        log_p, logps = _log_p(logits, inputs, rows)
+        logps = _logps(logits, inputs, rows)
         all_logps.append(logps.detach())
-        if inputs.teacher is not None:
-            teachers = inputs.teacher.hidden.flatten(0, 1)[rows].double() @ inputs.teacher.weight.double().T
-            losses = token_divergences(log_p, teachers.log_softmax(-1), inputs.divergence)
-        elif objective == "grpo":
+        if objective == "grpo":
             losses = token_losses(logps, None if old is None else old[rows], ref[rows], advantages[rows], inputs.beta)
         else:
             losses = -logps
@@ -76,7 +69,6 @@ def reference(
         if mode == "forward":
             continue
         (dlogits,) = torch.autograd.grad(losses.sum() / count, logits)
-        dlogits = dlogits if change is None else change(dlogits, rows)
         dhidden.append(dlogits @ weight)
         if dweight is not None:
             dweight.addmm_(dlogits.T, h)
@@ -137,8 +129,8 @@ def _chunks(inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.split(tokens, max(1, _LOGITS // len(inputs.weight)))
 
 
-def _log_p(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of all ids, -inf where a sampling mask leaves them out, and of the sampled ids, at `rows`."""
+def _logps(logits: Tensor, inputs: Inputs, rows: Tensor) -> Tensor:
+    """Log-probabilities of the sampled ids of `rows`, among those that a sampling mask leaves in."""
     out = inputs.masked_out(rows)
     log_p = (logits if out is None else logits.masked_fill(out, -math.inf)).log_softmax(-1)
-    return log_p, log_p.gather(-1, inputs.ids.view(-1)[rows, None]).squeeze(-1)
+    return log_p.gather(-1, inputs.ids.view(-1)[rows, None]).squeeze(-1)

@@ -1,6 +1,6 @@
 """Launch configurations: block shapes and warps per kernel, from the table launch.json beside this file.
 
-A table of the user (`tuned_path`) comes first; bench/tune.py measures candidates. Nothing is tuned at run time.
+A table of the user (`tuned_path`) comes first. Nothing is tuned at run time.
 
     {architecture: {kernel: {shape: {field: value}}}}        shape: "H V type" or "V type" as measured, or "*"
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,15 +52,6 @@ class TokenLaunch(NamedTuple):
     num_warps: int
 
 
-TUNABLE = {
-    "rows": RowLaunch,
-    "fused_logp": MatmulLaunch,
-    "fused_exponentials": MatmulLaunch,
-}  # for bench/tune.py
-
-_trials: dict[str, RowLaunch | MatmulLaunch] = {}
-
-
 def tuned_path() -> Path:
     """Returns the path of the user's own table: in GRPO_KERNELS_CACHE, or in the user's cache folder."""
     folder = os.environ.get("GRPO_KERNELS_CACHE")
@@ -85,11 +74,11 @@ def architecture(device: torch.device) -> str:
 
 
 def row_launch(kernel: str, device: torch.device, vocab: int, dtype: torch.dtype) -> RowLaunch:
-    return RowLaunch(**_fields(kernel, device, shape_key(vocab, dtype=dtype)))
+    return RowLaunch(**_find(architecture(device), kernel, shape_key(vocab, dtype=dtype)))
 
 
 def matmul_launch(kernel: str, device: torch.device, width: int, vocab: int, dtype: torch.dtype) -> MatmulLaunch:
-    return MatmulLaunch(**_fields(kernel, device, shape_key(width, vocab, dtype=dtype)))
+    return MatmulLaunch(**_find(architecture(device), kernel, shape_key(width, vocab, dtype=dtype)))
 
 
 def token_launch(device: torch.device) -> TokenLaunch:
@@ -101,16 +90,6 @@ def shape_key(*sizes: int, dtype: torch.dtype) -> str:
     return " ".join([*map(str, sizes), str(dtype).removeprefix("torch.")])
 
 
-@contextmanager
-def trial(kernel: str, launch: RowLaunch | MatmulLaunch) -> Iterator[None]:
-    """Inside, this kernel is launched so, whatever the tables say."""
-    _trials[kernel] = launch
-    try:
-        yield
-    finally:
-        del _trials[kernel]
-
-
 def paying_products(device: torch.device) -> tuple[str, ...]:
     """Returns which products with the softmax in their epilogue have been measured faster on such a GPU."""
     return tuple(shipped_table()[architecture(device)]["fused_products"])
@@ -119,11 +98,6 @@ def paying_products(device: torch.device) -> tuple[str, ...]:
 def shipped_table() -> dict[str, Any]:
     table: dict[str, Any] = json.loads(SHIPPED.read_text())
     return table
-
-
-def _fields(kernel: str, device: torch.device, shape: str) -> dict[str, Any]:
-    launch = _trials.get(kernel)
-    return _find(architecture(device), kernel, shape) if launch is None else launch._asdict()
 
 
 @cache

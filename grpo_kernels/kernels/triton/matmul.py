@@ -8,8 +8,7 @@ for such a loop on sm_90.
 
 On an H200 a tile of 128 x 256 by 8 warps asks the L2 cache for 24 bytes per cycle and multiprocessor at full rate, and
 its sums are half of the registers: one program per multiprocessor, whose epilogue no product overlaps. With 128 x 128
-by 4 warps two programs take turns, but ask for 32 bytes, about what the cache delivers. `bench/tune.py` measures
-both.
+by 4 warps two programs take turns, but ask for 32 bytes, about what the cache delivers.
 
 Programs that run at the same time form a block: token tiles of about GROUP_BYTES by some parts of the vocabulary. The
 hidden states of a group stay in the L2 cache; a tile of the weight is read from memory once per group.

@@ -1,4 +1,4 @@
-"""Plug-ins of the benchmark: right or refused with a sentence, whatever is installed."""
+"""Implementations are right or refused with a sentence, whatever is installed; tables and pictures of results."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import report
 import torch
 
-from grpo_kernels.benchmarks import implementations
-from grpo_kernels.benchmarks.cases import DIVERGENCES, MODES, make_case
-from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Unsupported, peers, select
+from grpo_kernels.benchmarks import figures, peers
+from grpo_kernels.benchmarks.baselines import Result, Unsupported
+from grpo_kernels.benchmarks.cases import MODES, make_case
 from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
+from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS, Implementation, select
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
 
 CPU = torch.device("cpu")
@@ -52,20 +54,6 @@ def test_each_is_right_or_refused_with_a_sentence(name: str, mode: str) -> None:
         assert len(reason.split()) > 2 and "\n" not in reason and name not in SERVE
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("name", ["ours", "ours-torch", "eager", "trl"])
-def test_the_divergence_to_a_teacher_is_right(name: str, divergence: str) -> None:
-    for mode in ("step", "frozen"):
-        check(IMPLEMENTATIONS[name], inputs_of(mode, divergence=divergence), mode)
-
-
-def test_who_has_no_divergence_to_a_teacher_says_so() -> None:
-    with pytest.raises(Unsupported, match="no divergence to a teacher"):
-        IMPLEMENTATIONS["verl-torch"].make_step(inputs_of("step", divergence="jsd"), "step")
-    with pytest.raises(ValueError, match="expected a mode with gradients"):
-        make_case("tiny:64", mode="forward", divergence="jsd")
-
-
 def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:
     names = list(IMPLEMENTATIONS)
     assert select(["*"]) == names and set(PEERS) <= set(names)
@@ -86,11 +74,9 @@ def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:
 )
 def test_missing_and_broken_packages_are_reasons(monkeypatch: pytest.MonkeyPatch, error: Exception, start: str) -> None:
     """On what looks like a Hopper GPU, so that nothing else is a reason."""
-    monkeypatch.setattr(implementations, "need_nvidia", lambda *needed: None)
-    monkeypatch.setattr(peers, "need_nvidia", lambda *needed: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(implementations, "importlib", mock.Mock(**{"import_module.side_effect": error}))
-    monkeypatch.setattr(implementations, "_load_verl", mock.Mock(side_effect=error))
+    monkeypatch.setattr(peers, "need_nvidia", lambda *needed: (9, 0))
+    monkeypatch.setattr(peers, "importlib", mock.Mock(**{"import_module.side_effect": error}))
+    monkeypatch.setattr(peers, "_load_verl", mock.Mock(side_effect=error))
     for name in PEERS:
         with pytest.raises(Unsupported, match=re.escape(start)) as refused:
             IMPLEMENTATIONS[name].make_step(inputs_of("step", dtype="bfloat16"), "step")
@@ -104,8 +90,8 @@ def test_a_gpu_has_to_be_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     on_gpu = mock.Mock(**{"hidden.is_cuda": True})
     with pytest.raises(Unsupported, match=r"needs compute capability 9\.0, this is 8\.6"):
-        implementations.need_nvidia(on_gpu, (9, 0))
-    implementations.need_nvidia(on_gpu, (8, 6))
+        peers.need_nvidia(on_gpu, (9, 0))
+    peers.need_nvidia(on_gpu, (8, 6))
 
 
 # --- sampling masks ---------------------------------------------------------------------------------------------------
@@ -127,3 +113,33 @@ def test_sampling_masks_in_eager_ours_and_the_exact_result(mode: str, share: flo
         return why_wrong(right, result, errors(right, result), torch.float32)
 
     assert wrong("ours") is None and wrong("eager") is None and wrong("ours-unmasked") is not None
+
+
+# --- pictures and tables of committed results -------------------------------------------------------------------------
+
+
+def test_the_committed_results_give_the_committed_tables(tmp_path, monkeypatch):
+    pages = {name: (report.ROOT / name).read_text() for name in ("README.md", "bench/README.md")}
+    (tmp_path / "bench").mkdir()
+    for name, text in pages.items():
+        begin, end = (text.index(mark) for mark in (report.BEGIN, report.END))
+        (tmp_path / name).write_text(f"{text[:begin]}{report.BEGIN}\nstale\n{text[end:]}")
+    committed = {path.name for path in report.FIGURES.iterdir()} - {
+        "time-to-reward.png",
+        "gpu-memory.png",
+    }  # of an earlier revision
+    for module, name, value in (
+        (figures, "DPI", 30), (report, "ROOT", tmp_path), (report, "FIGURES", tmp_path / "drawn"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    report.main()
+    assert {name: (tmp_path / name).read_text() for name in pages} == pages
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == committed
+
+
+def test_pictures_say_where_and_when():
+    document = report.load("cpu.json")
+    small_print = figures.PICTURES["time"](document).get_supxlabel()
+    assert small_print.startswith("AMD EPYC, 2 threads, AVX512, grpo-kernels 0.1.0, torch 2.13.0+cpu, ")
+    assert small_print.endswith(", 2026-11-23")
+    assert [name for name, picture in figures.PICTURES.items() if picture(document)] == ["time"]

@@ -1,0 +1,141 @@
+"""This library, and plain PyTorch: the three bare products, eager, compiled eager. What implementations share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import GRPOConfig, fused_grpo_loss, fused_logps
+from ..kernels import unavailable_reason
+from .inputs import EPSILON, Inputs, grpo_objective
+
+
+class Result(NamedTuple):
+    """What one call gives: loss () and logps (B, T), detached; dhidden (N, H) or as hidden; dweight (V, H).
+
+    mode "step" requires loss, dhidden and dweight, "frozen" loss and dhidden, "forward" logps. More is allowed.
+    """
+
+    loss: Tensor | None = None
+    logps: Tensor | None = None
+    dhidden: Tensor | None = None
+    dweight: Tensor | None = None
+
+
+Step = Callable[[Inputs], Result]
+
+
+class Unsupported(Exception):
+    """An implementation cannot run here, or has nothing for this mode, type or size; the message says why."""
+
+
+def gradients(loss: Tensor, logps: Tensor | None, inputs: Inputs) -> Result:
+    """Backward by autograd, to the inputs that require gradients."""
+    leaves = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
+    dhidden, *rest = torch.autograd.grad(loss, leaves)
+    return Result(loss.detach(), None if logps is None else logps.detach(), dhidden, rest[0] if rest else None)
+
+
+def from_logps(logps: Callable[[Inputs], Tensor], mode: str) -> Step:
+    """The step of an implementation that gives log-probabilities (B, T), with the objective in plain torch on top."""
+
+    def forward(inputs: Inputs) -> Result:
+        with torch.no_grad():
+            return Result(logps=logps(inputs))
+
+    def backward(inputs: Inputs) -> Result:
+        found = logps(inputs)
+        return gradients(grpo_objective(found, inputs), found, inputs)
+
+    return forward if mode == "forward" else backward
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def ours(inputs: Inputs, mode: str, backend: str = "auto", **options: Any) -> Step:
+    """`options` of the configuration, which make a difference to the gradient alone."""
+    if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
+        raise Unsupported(reason)
+    if options and mode == "forward":
+        raise Unsupported("differs from ours in the gradient alone")
+    config = GRPOConfig(aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON, **options)
+
+    def forward(inputs: Inputs) -> Result:
+        with torch.no_grad():
+            logps, _ = fused_logps(
+                inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask,
+                sampling_mask=inputs.sampling_mask, backend=backend,
+            )  # fmt: skip
+        return Result(logps=logps)
+
+    def step(inputs: Inputs) -> Result:
+        output = fused_grpo_loss(
+            inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
+            ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
+            advantages=inputs.advantages, config=config, backend=backend,
+        )  # fmt: skip
+        return gradients(output.loss, output.logps if config.score_inactive else None, inputs)
+
+    return forward if mode == "forward" else step
+
+
+def ours_unmasked(inputs: Inputs, mode: str) -> Step:
+    step = ours(inputs, mode)
+    return lambda inputs: step(replace(inputs, sampling_mask=None))
+
+
+# --- plain PyTorch ----------------------------------------------------------------------------------------------------
+
+
+def floor(inputs: Inputs, mode: str) -> Step:
+    """The matrix products that this mode needs, at full N, and nothing else.
+
+    The (N, V) buffer is allocated once, outside the time: a fused loss has no such buffer, and filling fresh pages
+    would raise the floor. The gradients are allocated in every step, since every implementation has to return
+    fresh ones. The logits stand in for their gradient, which has the same shape and type.
+    """
+    hidden, weight = inputs.flat_hidden.detach(), inputs.weight.detach()
+    logits = hidden.new_empty(len(hidden), len(weight))
+
+    def step(inputs: Inputs) -> Result:
+        torch.mm(hidden, weight.T, out=logits)
+        if mode == "forward":
+            return Result()
+        return Result(dhidden=torch.mm(logits, weight), dweight=None if inputs.frozen else torch.mm(logits.T, hidden))
+
+    return step
+
+
+def _logps(inputs: Inputs) -> Tensor:
+    logits = (inputs.hidden @ inputs.weight.T).float()
+    out = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
+    if out is not None:
+        logits = logits.masked_fill(out.view(logits.shape), -torch.inf)
+    return logits.log_softmax(-1).gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _loss(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    logps = _logps(inputs)
+    return grpo_objective(logps, inputs), logps
+
+
+def eager(inputs: Inputs, mode: str, transform: Callable[..., Any] = lambda function: function) -> Step:
+    """The objective in the same graph as the head."""
+    if mode == "forward":
+        return from_logps(transform(_logps), mode)
+    loss_and_logps = transform(_loss)
+
+    def step(inputs: Inputs) -> Result:
+        loss, logps = loss_and_logps(inputs)
+        return gradients(loss, logps, inputs)
+
+    return step
+
+
+compiled = partial(eager, transform=partial(torch.compile, fullgraph=True, dynamic=False))

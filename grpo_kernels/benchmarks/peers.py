@@ -1,0 +1,257 @@
+"""The table of implementations; the peers TRL, Liger and verl, and yardsticks that need the same matrix products.
+
+GRPO's objective stands on top of those that give log-probabilities. The yardsticks are fused plain cross-entropy, and
+give the mean of -logp. To add one: a function with the signature of MakeStep, and its entry in IMPLEMENTATIONS.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import registered_backends
+from . import baselines
+from .baselines import Result, Step, Unsupported, from_logps, gradients, ours
+from .inputs import EPSILON, Inputs
+
+TRL = "trl==1.16.0"
+LIGER = "liger-kernel==0.8.5"
+LIGER_NATIVE = "'liger-kernel[cutedsl]==0.8.5' 'nvidia-cutlass-dsl[cu13]'"
+VERL = "--no-deps verl==0.9.1"  # its dependencies pin transformers and bring Ray; what is used needs none
+_LIGER_CHUNK_TOKENS = 4096  # at most
+_VERL_TILE = 128  # the Triton kernels assume that it divides the hidden size
+_QUACK_ALIGNMENT = 8  # of the sizes, for its products in chunks
+
+
+def need_nvidia(inputs: Inputs, least: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Returns the compute capability of the inputs' NVIDIA GPU; `Unsupported` below `least`, or without one."""
+    if not inputs.hidden.is_cuda or torch.version.cuda is None:
+        raise Unsupported("needs an NVIDIA GPU")
+    here = torch.cuda.get_device_capability(inputs.hidden.device)
+    if here < least:
+        raise Unsupported(f"needs compute capability {least[0]}.{least[1]}, this is {here[0]}.{here[1]}")
+    return here
+
+
+def load(name: str, requirement: str) -> ModuleType:
+    """Imports a module of a peer, which `pip install requirement` brings. A broken installation, which may raise
+    anything, is `Unsupported`."""
+    try:
+        return _load_verl(name) if name.startswith("verl.") else importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"not installed ({error}): pip install {requirement}") from error
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise Unsupported(f"cannot be imported: {type(error).__name__}: {first}") from error
+
+
+def _load_verl(name: str) -> ModuleType:
+    """Without `verl` and `verl.utils`, for which empty packages stand meanwhile: these two import Ray, TensorDict,
+    OmegaConf and more, of which the modules that are used here need nothing."""
+    found = importlib.util.find_spec("verl")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'verl'", name="verl")
+    root = Path(found.submodule_search_locations[0])
+    places = {"verl": root, "verl.utils": root / "utils"}
+    empty = {package: ModuleType(package) for package in places if package not in sys.modules}
+    for package, module in empty.items():
+        module.__path__ = [str(places[package])]
+    sys.modules.update(empty)
+    try:
+        return importlib.import_module(name)
+    finally:
+        for package in empty:
+            del sys.modules[package]
+
+
+# --- trainers ---------------------------------------------------------------------------------------------------------
+
+
+def trl(inputs: Inputs, mode: str) -> Step:
+    """The head of its GRPOTrainer, with its own chunk (ids per tile), which no option changes.
+
+    Entropies come along in training, as in the trainer; its reference model has log-probabilities only.
+    """
+    utils = load("trl.trainer.utils", TRL)
+    size = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    outputs = ("log_probs",) if mode == "forward" else ("log_probs", "entropy")
+
+    def logps(inputs: Inputs) -> Tensor:
+        """Called as `add_fused_lm_head` does: hidden, weight, bias, ids, temperature, chunk, softcap, scale, outputs"""
+        found, *_ = utils._ChunkedLogProbFunction.apply(
+            inputs.flat_hidden, inputs.weight, None, inputs.ids.view(-1), 1.0, size, None, 1.0, outputs
+        )
+        return found.view(inputs.ids.shape)
+
+    return from_logps(logps, mode)
+
+
+def liger(inputs: Inputs, mode: str) -> Step:
+    """Compiled, as is the default, in chunks of up to 4,096 tokens: faster than its default of one completion.
+
+    Log-probabilities are those of the part of the loss that computes them for a reference model.
+    """
+    module = load("liger_kernel.chunked_loss.grpo_loss", LIGER)
+
+    def forward(inputs: Inputs) -> Result:
+        with torch.no_grad():
+            chunk_forward = module.LigerFusedLinearGRPOFunction.chunk_forward
+            return Result(logps=chunk_forward(inputs.hidden, inputs.weight, inputs.ids))
+
+    def step(inputs: Inputs) -> Result:
+        value, _ = loss(
+            inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages,
+            ref_per_token_logps=inputs.ref_logps if inputs.beta else None, old_per_token_logps=inputs.old_logps,
+        )  # fmt: skip
+        return gradients(value, None, inputs)
+
+    if mode == "forward":
+        return forward
+    batch, length = inputs.ids.shape
+    loss = module.LigerFusedLinearGRPOLoss(
+        chunk_size=max(1, min(batch, _LIGER_CHUNK_TOKENS // length)), beta=inputs.beta,
+        use_ref_model=inputs.beta != 0.0, loss_type="grpo", epsilon_low=EPSILON, epsilon_high=EPSILON,
+    )  # fmt: skip
+    return step
+
+
+def liger_native(inputs: Inputs, mode: str) -> Step:
+    """Liger takes its Hopper kernels by itself where the device is one; on others it would fall back to torch."""
+    if need_nvidia(inputs, (9, 0)) != (9, 0):
+        raise Unsupported("its kernels are for compute capability 9.0 only")
+    if inputs.hidden.dtype != torch.bfloat16:
+        raise Unsupported("serves bfloat16 only")
+    load("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90", LIGER_NATIVE)
+    module = load("liger_kernel.ops.fused_linear_scaled_cross_entropy", LIGER_NATIVE)
+    function = module.LigerFusedLinearScaledCrossEntropyFunction
+
+    def logps(inputs: Inputs) -> Tensor:
+        return -function.apply(inputs.flat_hidden, inputs.weight, inputs.ids.view(-1)).view(inputs.ids.shape)
+
+    return from_logps(logps, mode)
+
+
+def verl(inputs: Inputs, mode: str) -> Step:
+    need_nvidia(inputs)
+    hidden_size = inputs.hidden.shape[-1]
+    if hidden_size % _VERL_TILE:
+        raise Unsupported(f"hidden size {hidden_size} is no multiple of {_VERL_TILE}")
+    function = load("verl.utils.kernel.linear_cross_entropy", VERL)
+    load("verl.utils.kernel.kernels", VERL)  # which it imports at its first call, too late for `load`
+
+    def logps(inputs: Inputs) -> Tensor:
+        found, _ = function.linear_cross_entropy(inputs.hidden, inputs.weight, inputs.ids, 1.0, "none")
+        return found.view(inputs.ids.shape)
+
+    return from_logps(logps, mode)
+
+
+def verl_torch(inputs: Inputs, mode: str) -> Step:
+    head = load("verl.utils.experimental.torch_functional", VERL).FusedLinearForPPO()
+    return from_logps(lambda inputs: head(inputs.hidden, inputs.weight, inputs.ids)[0], mode)
+
+
+# --- yardsticks -------------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(function: Callable[..., Tensor], mode: str, **options: Any) -> Step:
+    """From `function(hidden (N, H), weight, ids (N,), reduction=...)`."""
+
+    def forward(inputs: Inputs) -> Result:
+        # Detached: even under no_grad some do more for inputs that require gradients.
+        flat = inputs.flat_hidden.detach(), inputs.weight.detach(), inputs.ids.view(-1)
+        with torch.no_grad():
+            return Result(logps=-function(*flat, reduction="none", **options).view(inputs.ids.shape))
+
+    def backward(inputs: Inputs) -> Result:
+        flat = inputs.flat_hidden, inputs.weight, inputs.ids.view(-1)
+        return gradients(function(*flat, reduction="mean", **options), None, inputs)
+
+    return forward if mode == "forward" else backward
+
+
+def cut_cross_entropy(inputs: Inputs, mode: str) -> Step:
+    """Its Triton kernels, which leave out small gradients, on a GPU; their backward is for types of 16 bits."""
+    function = load("cut_cross_entropy", "cut-cross-entropy==25.1.1").linear_cross_entropy
+    kernels = inputs.hidden.is_cuda and (mode == "forward" or inputs.hidden.dtype.itemsize == 2)
+    return _cross_entropy(function, mode, impl="cce" if kernels else "torch_compile")
+
+
+def quack(inputs: Inputs, mode: str) -> Step:
+    """In chunks; where nothing is differentiated the product with the log-sum-exp in its epilogue, as QuACK itself
+    evaluates a loss without gradients."""
+    need_nvidia(inputs, (9, 0))
+    sizes = inputs.ids.numel(), *inputs.weight.shape
+    if inputs.hidden.dtype.itemsize != 2 or any(size % _QUACK_ALIGNMENT for size in sizes):
+        raise Unsupported(f"serves types of 16 bits and sizes that are multiples of {_QUACK_ALIGNMENT} in chunks")
+    module = load("quack.linear_cross_entropy", "'quack-kernels[cu13]==0.6.5'")
+
+    def epilogue(hidden: Tensor, weight: Tensor, ids: Tensor, reduction: str) -> Tensor:
+        found = module.lse_target_epi(hidden, weight.mT, store_d=False, target=ids, tuned=False)
+        return found["lse"] - found["target_logit"]
+
+    return _cross_entropy(epilogue if mode == "forward" else module.chunked_linear_cross_entropy, mode)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+MakeStep = Callable[[Inputs, str], Step]
+
+
+class Implementation(NamedTuple):
+    """One way to compute a case.
+
+    `make_step(inputs, mode)` gives the function that is timed, or raises `Unsupported`. `objective` is what its results
+    are checked against: "grpo"; "cross_entropy", mean -logp, a yardstick that does the same matrix products; or "none",
+    which is not checked.
+    """
+
+    title: str
+    make_step: MakeStep
+    objective: str = "grpo"
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "ours": Implementation("ours", ours),
+    "ours-unmasked": Implementation("ours without the sampling mask", baselines.ours_unmasked, "none"),
+    "ours-unscored": Implementation("ours, score_inactive=False", partial(ours, score_inactive=False)),
+    # The probabilities of these inputs are all below 1/64, so that 64 entries of a token are left: no gradient to
+    # compare with a bound for rounding.
+    "ours-sparse": Implementation("ours, sparse_backward=1/64", partial(ours, sparse_backward=1 / 64), "none"),
+    **{f"ours-{n}": Implementation(f"ours, backend {n}", partial(ours, backend=n)) for n in registered_backends()},
+    "floor": Implementation("bare matrix products", baselines.floor, "none"),
+    "eager": Implementation("eager PyTorch", baselines.eager),
+    "compiled": Implementation("compiled eager", baselines.compiled),
+    "trl": Implementation("TRL", trl),
+    "liger": Implementation("Liger", liger),
+    "liger-native": Implementation("Liger, CuTe kernels for Hopper", liger_native),
+    "verl": Implementation("verl, Triton", verl),
+    "verl-torch": Implementation("verl, torch in chunks", verl_torch),
+    "cut-cross-entropy": Implementation("Cut Cross-Entropy (plain cross-entropy)", cut_cross_entropy, "cross_entropy"),
+    "quack": Implementation("QuACK (plain cross-entropy)", quack, "cross_entropy"),
+}
+
+
+def select(patterns: Sequence[str], without: Sequence[str] = ()) -> list[str]:
+    """Names that match any of the patterns, as in `ours*`, and none of `without`.
+
+    ValueError where one of `patterns` matches no implementation.
+    """
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in IMPLEMENTATIONS):
+            raise ValueError(f"{pattern!r} is no implementation; there are {', '.join(IMPLEMENTATIONS)}")
+    return [
+        name
+        for name in IMPLEMENTATIONS
+        if any(fnmatch(name, pattern) for pattern in patterns) and not any(fnmatch(name, out) for out in without)
+    ]
