@@ -13,7 +13,6 @@ from .checks.arguments import (
     check_finite,
     check_float,
     check_numbers,
-    check_rewards_finite,
     check_tensor,
     check_token_tensor,
     checks_values,
@@ -25,6 +24,8 @@ from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT
 from .objective.sequences import WEIGHT_LEVELS
 
 _FINITE = "a finite number: smaller rewards, or a scale that divides by their deviation"
+_REWARD = "a finite number, or NaN for no verdict"
+_VERDICT = "a finite number; for completions without a verdict pass advantages=group_advantages(rewards, ...), with NaN"
 
 
 class Groups(NamedTuple):
@@ -86,7 +87,7 @@ def combine_advantages(
     as often as `completion_mask` (B, T) has tokens of it), or "none".
     """
     check_rewards(rewards, dims=2)
-    check_rewards_finite("rewards", rewards)
+    check_finite("rewards", rewards, _REWARD, allows_nan=True)
     eps, ddof = check_number("eps", eps, low=0.0), check_ddof("ddof", ddof)
     check_one_of("mode", mode, ("normalize_then_sum", "sum"))
     check_one_of("whiten", whiten, ("batch", "tokens", "none"))
@@ -174,7 +175,7 @@ def _statistics_of_groups(
     NaN rewards are left out of every statistic and get advantage 0. Groups of equal rewards get exactly 0 and std 0.
     No atomics: equal calls give the same bits.
     """
-    check_rewards_finite("rewards", rewards, nan_is_no_verdict=nan_is_no_verdict)
+    check_finite("rewards", rewards, _REWARD if nan_is_no_verdict else _VERDICT, allows_nan=nan_is_no_verdict)
     weights = torch.ones_like(rewards) if lengths is None else lengths.to(rewards.dtype)
     numbers = scale, baseline, ddof, eps
     if group_size:
@@ -284,7 +285,7 @@ def process_advantages(
     step get 0.
     """
     check_rewards(step_rewards, dims=2, name="step_rewards")
-    check_rewards_finite("step_rewards", step_rewards)
+    check_finite("step_rewards", step_rewards, _REWARD, allows_nan=True)
     check_tensor("step_ends", step_ends, step_rewards)
     expected = f"integers of the shape of step_rewards, {tuple(step_rewards.shape)}"
     check_kind("step_ends", step_ends, step_ends.shape == step_rewards.shape, expected)
