@@ -13,7 +13,7 @@ from .checks.plain import check_plain, full_weight
 from .config import GRPOConfig
 from .head.logps_op import logps_from_hidden
 from .head.shared import is_capturing
-from .inputs import resolve_logps
+from .inputs import check_logps_inputs
 from .loss import fused_grpo_loss
 from .names import Divergence
 from .objective.aggregation import Aggregation
@@ -122,7 +122,7 @@ def fused_divergence(
     config = GRPOConfig(distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta)
     weight, bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
     ids = _some_ids("fused_divergence", hidden, bias)
-    call = resolve_logps(
+    call = check_logps_inputs(
         "fused_divergence", (hidden, weight, bias), ids, completion_mask, (temperature, logit_scale, logit_softcap),
         backend, teacher=teacher, divergence=config,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from .checks.plain import full_weight
 from .head.logps_op import logps_from_hidden
 from .head.shared import requires_grad_flags
 from .head.vocab_parallel import agree, announced_errors, check_group
-from .inputs import resolve_logps
+from .inputs import check_logps_inputs
 from .sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def fused_logps(
     else:
         check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
-        call = resolve_logps(
+        call = check_logps_inputs(
             "fused_logps", (hidden, weight, bias), completion_ids, completion_mask,
             (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
             sparse_backward=sparse_backward,

@@ -18,7 +18,7 @@ from .head.logps_op import LogpsCall, check_call, open_pass
 from .head.loop import run
 from .head.products import pinned_matmul_precision
 from .head.shared import requires_grad_flags, table_dtype, unseen_by_modes
-from .inputs import resolve_logps
+from .inputs import check_logps_inputs
 from .kernels.operations import Rows, Statistics
 from .sampling_mask import SamplingMask
 
@@ -97,7 +97,7 @@ def fused_policy_loss(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
     lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
-    scores = resolve_logps(
+    scores = check_logps_inputs(
         "fused_policy_loss", (hidden, lm_head_weight, lm_head_bias), completion_ids, completion_mask,
         (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
         sparse_backward=sparse_backward, cu_seqlens=cu_seqlens,
