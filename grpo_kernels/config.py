@@ -94,7 +94,7 @@ class GRPOConfig:
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None. The gradient
-            is 0 where one acts, but that of "k1+" and "k3+" is k2's without a bound, as in verl.
+            is 0 where one acts, but the gradient of "k1+" and "k3+" is k2's without a bound, as in verl.
         use_bias_correction_kl: KL times the importance ratio (DeepSeek-V3.2, arXiv:2512.02556); the product stops at
             exp(80), gradient 0 beyond.
         kl_score_term: KL times exp(logp - stop_gradient(logp)), which is 1: the gradient gets the term through the
@@ -122,7 +122,7 @@ class GRPOConfig:
         sparse_backward: theta in (0, 1), such as 2^-12: of the gradient of the logits only entries of at least theta
             times the row's scale and the sampled id's are kept; smaller ones are rounded to 0 or to theta times the
             scale, right in expectation, and two of the three products become gathers. Equal calls have equal bits; the
-            loss and its metrics are those of None, which is exact. A token with too many entries takes the products.
+            loss and its metrics are exact, as with None. A token with too many entries takes the products.
     Advantages from rewards
         advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`. They belong to
             `rewards` of the call; `advantages` that are given in their place are taken as they are.

@@ -146,7 +146,7 @@ def _some_ids(function: str, hidden: Tensor, bias: object) -> Tensor:
 
 
 def _some_own_ids(teacher: TopKTeacher, ids: Tensor, bias: object) -> Tensor:
-    """`_some_ids` among those of the teacher, so that they belong to its sampling mask."""
+    """`_some_ids` among the teacher's own, so that they belong to its sampling mask."""
     if teacher.ids.shape[:-1] != ids.shape:
         return ids  # refused below
     scores = torch.zeros(teacher.ids.shape, device=ids.device)

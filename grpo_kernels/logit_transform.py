@@ -1,7 +1,7 @@
 """What a model does to the output of its lm_head before the softmax, read from its configuration.
 
-The rules are those of the model code of transformers 5.23 (`modeling_<model type>.py`, the class for generation), and
-for "minicpm" that of its checkpoints. tests/test_transformers.py compares them with the installed transformers.
+The rules come from the model code of transformers 5.23 (`modeling_<model type>.py`, the class for generation), and
+for "minicpm" from its checkpoints. tests/test_transformers.py compares them with the installed transformers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 def logit_transform(config: Any) -> LogitTransform:
     """The scale and softcap of a model's logits, from its configuration.
 
-    config: `model.config`, or any object with its attributes: model_type, those of the model family, and for a model
+    config: `model.config`, or any object with its attributes: model_type, the model family's own, and for a model
     with images or audio the text_config that holds them.
 
         transform = logit_transform(model.config)
@@ -122,6 +122,6 @@ def _refuse_others(text: Any, family: str, rule: _Rule) -> None:
         if name not in rule and value is not None and not (name in _SCALES and value == 1):
             raise ValueError(
                 f"config.{name}={value!r}: the logits of model_type {family!r} do not depend on it in transformers, "
-                "those of other families do; pass logit_scale and logit_softcap yourself, and compare fused_logps with "
+                "other families' logits do; pass logit_scale and logit_softcap yourself, and compare fused_logps with "
                 "the model's own logits"
             )

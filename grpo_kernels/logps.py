@@ -42,7 +42,7 @@ def fused_logps(
     or (N,); temperature a number, or one value per token or, for (B, T), per sequence: (B,) or (B, 1). Returns float32
     tensors (float64 from float64) of the shape of completion_ids, in nats, 0 at masked positions.
 
-    sampling_mask: over the ids that truncated sampling kept for each token alone, as in `fused_grpo_loss`.
+    sampling_mask: only over the ids that truncated sampling kept for each token, as in `fused_grpo_loss`.
     sparse_backward: as in `GRPOConfig`, for the backward.
     vocab_parallel_group: of ranks with a slice of the vocabulary each, as in `fused_grpo_loss`; every rank has to run
     the backward. A sharded weight (DTensor) is gathered, as there.

@@ -85,7 +85,7 @@ def fused_policy_loss(
             ratio = (chunk.logps - chunk.tokens(old_logps)).exp()
             return -(ratio * chunk.sequences(advantages)).sum() / num_tokens
 
-    Gradients flow to hidden, weight and bias alone: where the value also depends on another tensor that requires a
+    Gradients flow only to hidden, weight and bias: where the value also depends on another tensor that requires a
     gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.
 
     Shapes and errors as in `fused_grpo_loss`, sparse_backward as in `GRPOConfig`. It calls back into Python, so

@@ -81,7 +81,7 @@ def combine_advantages(
     """Advantages (B,) float32 from several rewards (B, K), with `weights` (K,), 1 by default.
 
     mode: "normalize_then_sum" (GDPO, arXiv:2601.05242): each reward less its group's mean, over its group's std + eps,
-    then the weighted sum; "sum": the weighted sum alone (REINFORCE++, arXiv:2501.03262), without groups. NaN is a
+    then the weighted sum; "sum": only the weighted sum (REINFORCE++, arXiv:2501.03262), without groups. NaN is a
     reward that was not given; a completion with none at all has no verdict and gets 0.
     whiten: less the mean, over the std + eps, of the "batch" of completions, of their "tokens" (each completion counts
     as often as `completion_mask` (B, T) has tokens of it), or "none".
@@ -95,7 +95,7 @@ def combine_advantages(
     weights = torch.as_tensor([1.0] * kinds if weights is None else weights, device=rewards.device)
     check_shape("weights", weights, weights.shape == (kinds,), f"({kinds},), one for each kind of reward")
     if (whiten == "tokens") != (completion_mask is not None):
-        raise ValueError(f"whiten={whiten!r} with completion_mask={completion_mask}; expected both for 'tokens' alone")
+        raise ValueError(f"whiten={whiten!r} with completion_mask={completion_mask}; expected both only for 'tokens'")
     if completion_mask is not None:
         check_tensor("completion_mask", completion_mask, rewards)
         fits = completion_mask.dim() == 2 and len(completion_mask) == count
@@ -138,7 +138,7 @@ def group_statistics(
     check_one_of("baseline", baseline, ADVANTAGE_BASELINES)
     eps, ddof = check_number("eps", eps, low=0.0), check_ddof("ddof", ddof)
     if (baseline == "length_weighted") != (lengths is not None):
-        raise ValueError(f"baseline={baseline!r} with lengths={lengths}; expected both for 'length_weighted' alone")
+        raise ValueError(f"baseline={baseline!r} with lengths={lengths}; expected both only for 'length_weighted'")
     if lengths is not None:
         check_tensor("lengths", lengths, rewards)
         check_kind("lengths", lengths, lengths.shape == rewards.shape, f"numbers {tuple(rewards.shape)}", NUMBERS)

@@ -45,7 +45,7 @@ class SamplingMask:
     ) -> SamplingMask:
         """From one list of kept ids per token: a list of tokens (packed), or a list of sequences of tokens.
 
-        Sequences may differ in length; up to `length`, by default that of the longest, they are padded with count 0.
+        Sequences may differ in length; up to `length`, by default the longest one's, they are padded with count 0.
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
         """
         length = as_python(length)

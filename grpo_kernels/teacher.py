@@ -68,7 +68,7 @@ class TopKTeacher:
     does not use. logps: the same shape, floating point: the teacher's log-probabilities of these ids, nats, at the
     temperature of the loss. mode: what the divergence takes for the other ids (docs: grpo_kernels/README.md).
         "tail"         one more outcome, with what mass is left on either side
-        "truncate"     nothing: the sums run over the K ids alone, and may be below 0
+        "truncate"     nothing: the sums run over the K ids, and may be below 0
         "renormalize"  nothing: both distributions are divided by their mass over the K ids
 
     Raises TypeError or ValueError, by name; on a CPU (on a GPU with GRPO_KERNELS_DEBUG=1) also for ids that repeat,
@@ -109,7 +109,7 @@ class TopKTeacher:
 
     @property
     def sampling_mask(self) -> SamplingMask:
-        """The same ids as the ids that a token keeps. With mode "renormalize", whose divergence is over them alone, a
+        """The same ids as the ids that a token keeps. With mode "renormalize", whose divergence is over these ids, a
         call with both takes the time of K ids (`fused_distillation_loss` makes it)."""
         return SamplingMask.from_padded(torch.where(self.ids < 0, -1, self.ids))
 
@@ -120,7 +120,7 @@ class TopKTeacher:
         """From what sampling engines return as top log-probabilities: for each sequence a list of tokens, each a
         mapping of ids to log-probabilities (vLLM's, whose values may be objects with `logprob`), or a list of
         (log-probability, id, ...) (SGLang's), or None for a token without any. The result is (B, T, K); T is `length`,
-        by default that of the longest sequence."""
+        by default the longest sequence's."""
         if length is not None:
             length = check_count("length", length)
         rows = [[_top_pairs(token) for token in sequence] for sequence in entries]

@@ -77,8 +77,8 @@ def is_dtensor(x: Tensor) -> bool:
 def full_weight(x: Any) -> Any:
     """Returns a DTensor gathered from all ranks; anything else as it is.
 
-    Its gradient is averaged over the ranks, as FSDP2 averages those of the other parameters: right where each rank
-    computes the loss of its own tokens, and where all compute that of the same tokens (tensor parallelism). One
+    Its gradient is averaged over the ranks, as FSDP2 averages the other parameters': right where each rank computes
+    the loss of its own tokens, and where all compute it of the same tokens (tensor parallelism). One
     all-gather, and in the backward one reduce-scatter, in which every rank has to take part.
     """
     if type(x) in PLAIN or not isinstance(x, Tensor) or not is_dtensor(x):
@@ -119,7 +119,7 @@ def _refuse_subclass(name: str, x: Tensor) -> None:
     if is_dtensor(x):
         advice = (
             f"pass {name}.to_local() where each rank computes the loss of its own tokens (sharded along the batch), "
-            f"{name}.full_tensor() where each computes that of all tokens"
+            f"{name}.full_tensor() where each computes the loss of all tokens"
         )
         if name in ("lm_head_weight", "lm_head_bias"):  # only with vocab_parallel_group: see full_weight
             advice = f"with vocab_parallel_group pass {name}.to_local(), the rows of this rank"

@@ -31,7 +31,7 @@ LENGTHS = (6, 5, 6, 3, 1, 6)  # of the unmasked part of each sequence
 # of one to float16. So small a batch averages little: which of two equally good implementations is closer to the truth
 # is chance, most of all for the ratio of a whole sequence, which multiplies the roundings of its tokens.
 SLACK = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 4e-4}
-# The ratio of a whole sequence multiplies those of its tokens, whose roundings add up as a random walk does.
+# The ratio of a whole sequence multiplies its tokens' ratios, whose roundings add up as a random walk does.
 ROUNDINGS = {"sequence_sum": math.sqrt(LENGTH)}
 # Log-ratios: inside and outside of the clip range [log 0.8, log 1.2] and of CISPO's cap, 0.06 away from each bound.
 LOG_RATIOS = (-0.45, -0.1, 0.1, 0.45)

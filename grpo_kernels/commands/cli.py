@@ -24,7 +24,7 @@ TRAINING = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the subcommands; those of the trainer parse their own options."""
+    """Returns the parser of the subcommands; the trainer's parse their own options."""
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")

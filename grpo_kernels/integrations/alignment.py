@@ -1,4 +1,4 @@
-"""Whether log-probabilities are those of the model's own logits, and if not, which usual mistake they look like."""
+"""Whether log-probabilities follow from the model's own logits, and if not, which usual mistake they look like."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "completion_ids", "completion_ma
 
 
 class Alignment(NamedTuple):
-    """aligned: whether the log-probabilities are those of the model's own logits, up to rounding.
+    """aligned: whether the log-probabilities follow from the model's own logits, up to rounding.
     error: the mean of their absolute differences over the scored tokens, in nats.
     message: one sentence; where they differ, with the mistake that explains it best.
     """
@@ -31,12 +31,12 @@ class Alignment(NamedTuple):
 def check_alignment(
     model: nn.Module, batch: Mapping[str, Any], logps: Tensor | None = None, *, temperature: float = 1.0
 ) -> Alignment:
-    """Compare log-probabilities of completions with those of the model's own logits.
+    """Compares log-probabilities of completions with the model's own logits.
 
     model: as in `fused_forward`. batch: its input_ids, completion_ids, attention_mask and completion_mask; other
     entries are arguments of the model's forward. A small batch: its logits are computed.
     logps: (B, T), in nats, what your own call of `fused_logps` or `fused_grpo_loss` (its `logps`) returned for this
-    batch; None: those of `fused_forward`. temperature: the one that they were computed with.
+    batch; None: what `fused_forward` gives. temperature: the one that they were computed with.
 
         out = fused_grpo_loss(hidden, model.lm_head.weight, completion_ids, ...)
         print(check_alignment(model, batch, out.logps).message)

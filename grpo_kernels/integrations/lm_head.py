@@ -28,7 +28,7 @@ def lm_head_inputs(lm_head: nn.Module, hidden: Tensor) -> HeadInputs:
     returned as hidden [h, s h A^T] (..., H + r) and weight [W, B] (V, H + r): the sum is not formed, so that 16-bit
     weights do not round a small s B A away. The price is a copy of W, and a gradient as large as it, from the forward
     to the backward. All adapters that are active are included; inside `model.disable_adapter()` none is. Trainable
-    tokens (`trainable_token_indices`, tied embeddings too) are rows of a copy of W, whose gradient goes to them alone.
+    tokens (`trainable_token_indices`, tied embeddings too) are rows of a copy of W, whose gradient goes only to them.
 
         head = lm_head_inputs(model.get_output_embeddings(), hidden)
         out = fused_grpo_loss(head.hidden, head.weight, completion_ids, advantages, lm_head_bias=head.bias)

@@ -40,14 +40,14 @@ def fused_forward(
     share_prompts: bool = False,
     **options: Any,
 ) -> Any:
-    """The loss of a batch of completions under a causal language model: `loss(...)`, whatever that returns.
+    """Returns what `loss(...)` returns of a batch of completions under a causal language model.
 
     The hidden states of the T scored positions, weight and bias of the lm_head, logit scale and softcap are taken from
     the model. It runs without its lm_head.
 
     Args:
-        model: a causal language model of transformers, or PEFT's model around one (adapters in the body, and those of
-            the lm_head that `lm_head_inputs` takes).
+        model: a causal language model of transformers, or PEFT's model around one (adapters in the body, and
+            adapters of the lm_head that `lm_head_inputs` takes).
         input_ids: (B, L) int64, prompts followed by completions; the prompts may be padded on the left, the completions
             on the right. completion_ids: (B, T) with T < L, the last T columns of input_ids.
         attention_mask: (B, L), 0 at padding. The position of a token counts from its row's first token, as in
@@ -60,7 +60,7 @@ def fused_forward(
         share_prompts: rows that follow each other with equal prompts run through the model as one row, and only their
             completions apart, after the keys and values of the prompt: the same log-probabilities and gradients up to
             rounding, for a part of the time and memory where prompts are long or num_generations is large. For models
-            whose cache is keys and values alone; without gradient checkpointing and model_inputs.
+            whose cache holds only keys and values; without gradient checkpointing and model_inputs.
         options: further arguments of `loss`: advantages=, old_logps=, config= ...
 
             out = fused_forward(model, input_ids=ids, attention_mask=mask, completion_ids=ids[:, -T:],
@@ -119,7 +119,7 @@ def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], len
     if cache is None or not all(type(layer) in _PLAIN_LAYERS for layer in layers):
         why = "keeps no cache" if cache is None else f"keeps a cache of {type(layers[0]).__name__}"
         raise ValueError(
-            f"share_prompts=True: the {type(parts.model).__name__} {why}; expected one of keys and values alone, "
+            f"share_prompts=True: the {type(parts.model).__name__} {why}; expected one of keys and values only, "
             "without gradient checkpointing"
         )
     first = found.last_hidden_state[:, -1:].index_select(0, rows)
@@ -241,7 +241,7 @@ def takes(module: nn.Module, name: str) -> bool:
     return name in inspect.signature(type(module).forward).parameters
 
 
-# Names of a cache among the arguments and results of a model: that of transformers 5.24, the one before, Mamba's.
+# Names of a cache among the arguments and results of a model: of transformers 5.24, of 5.23, of Mamba.
 _CACHES = ("cache", "past_key_values", "cache_params")
 
 

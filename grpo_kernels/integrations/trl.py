@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with the fused loss, and the log-probability head of all of TRL's trainers.
 
-`FusedGRPOTrainer` computes the whole loss from hidden states. `patch_trl` swaps the head alone, for GRPO, RLOO, DPO,
+`FusedGRPOTrainer` computes the whole loss from hidden states. `patch_trl` swaps only the head, for GRPO, RLOO, DPO,
 KTO and SFT. Both leave TRL's generation, rewards and advantages as they are. README.md has the comparison with TRL.
 """
 
@@ -428,7 +428,7 @@ def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str
 
 
 # Private names of trl.trainer.utils, held by the tests for each release: the head's autograd.Function, and whether it
-# gets the scored positions alone.
+# gets only the scored positions.
 _PATCHES: dict[str, Any] = {"_ChunkedLogProbFunction": _FusedLogProbs, "_use_triton": lambda device: True}
 _originals: dict[tuple[types.ModuleType, str], Any] = {}
 _head_options: dict[str, Any] = {}  # of patch_trl

@@ -121,7 +121,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """(loss (), metrics) with the arguments of verl's policy losses; tensors are (B, T), config is its ActorConfig.
 
-    The metrics are those of verl's "vanilla" loss: actor/pg_clipfrac, actor/ppo_kl, actor/pg_clipfrac_lower.
+    The metrics are the ones of verl's "vanilla" loss: actor/pg_clipfrac, actor/ppo_kl, actor/pg_clipfrac_lower.
     """
     check_one_of("loss_agg_mode", loss_agg_mode, tuple(_AGGREGATIONS))
     if config is None:
