@@ -75,7 +75,7 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """The scale and softcap of a model's logits, from its configuration.
+    """Returns the scale and softcap of a model's logits, from its configuration.
 
     config: `model.config`, or any object with its attributes: model_type, the model family's own, and for a model
     with images or audio the text_config that holds them.
@@ -106,7 +106,7 @@ def logit_transform(config: Any) -> LogitTransform:
 
 
 def _positive(text: Any, family: str, rule: _Rule, name: str) -> float | None:
-    """The value of the attribute `name`; None where the rule has no name, or allows None."""
+    """Returns the value of the attribute `name`; None where the rule has no name, or allows None."""
     value = getattr(text, name, None) if name else None
     if value is None and (rule.optional or not name):
         return None
@@ -116,7 +116,7 @@ def _positive(text: Any, family: str, rule: _Rule, name: str) -> float | None:
 
 
 def _refuse_others(text: Any, family: str, rule: _Rule) -> None:
-    """Attributes that another family reads: their values must be those that change nothing."""
+    """Refuses attributes that another family reads, unless their values change nothing."""
     for name in (*_SCALES, *_SOFTCAPS):
         value = getattr(text, name, None)
         if name not in rule and value is not None and not (name in _SCALES and value == 1):

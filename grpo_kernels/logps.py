@@ -34,7 +34,7 @@ def fused_logps(
     entropy: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of completion_ids, and with entropy=True entropies, without (N, V) logits.
+    """Computes log-probabilities of completion_ids, and with entropy=True entropies, without (N, V) logits.
 
         z = softcap(logit_scale * (h W^T + b)) / temperature,  logp = z[id] - logsumexp(z),  entropy = -sum p log p
 

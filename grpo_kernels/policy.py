@@ -38,15 +38,15 @@ class PolicyChunk:
     sequence: Tensor
 
     def tokens(self, x: Tensor) -> Tensor:
-        """These tokens' values of a tensor shaped like completion_ids."""
+        """Returns these tokens' values of a tensor shaped like completion_ids."""
         return x.reshape(-1)[self.index]
 
     def sequences(self, x: Tensor) -> Tensor:
-        """For every token, its sequence's value of a tensor (S,)."""
+        """Returns for every token its sequence's value of a tensor (S,)."""
         return x.reshape(-1)[self.sequence]
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """(n,) per token -> (n,): every token gets the sum over its sequence; whole sums need level="sequence"."""
+        """Returns (n,): every token gets the sum of x (n,) over its sequence; whole sums need level="sequence"."""
         _, local = self.sequence.unique_consecutive(return_inverse=True)
         return x.new_zeros(len(x)).index_add(0, local, x)[local]
 
@@ -73,7 +73,7 @@ def fused_policy_loss(
     chunk_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """sum over chunks of loss_fn(PolicyChunk) -> scalar (), differentiable in hidden, weight and bias.
+    """Returns the sum over chunks of loss_fn(PolicyChunk), scalar (), differentiable in hidden, weight and bias.
 
     `loss_fn` returns a scalar per chunk (or one value per token, which is summed). It is differentiated by autograd on
     the small (n,) tensors while the chunk's logits are at hand, so the whole costs 6 N H V operations. It must be a sum
@@ -192,7 +192,7 @@ class _UserLoss:
 
 
 def _refuse_other_leaves(value: Tensor, leaves: list[Tensor]) -> None:
-    """Raise where a gradient of `value` would also go to a leaf besides `leaves`, where it would be lost."""
+    """Raises where a gradient of `value` would also go to a leaf besides `leaves`, where it would be lost."""
     nodes = [value.grad_fn] if value.grad_fn is not None else []
     seen = set(nodes)
     while nodes:

@@ -40,7 +40,7 @@ class Teacher:
     logit_softcap: float | None = None
 
     def to(self, device: torch.device | str | int) -> Teacher:
-        """The same on another device."""
+        """Returns the same on another device."""
         bias = None if self.bias is None else self.bias.to(device)
         return replace(self, hidden=self.hidden.to(device), weight=self.weight.to(device), bias=bias)
 
@@ -104,7 +104,7 @@ class TopKTeacher:
             raise ValueError(f"TopKTeacher.logps of a token add up to a mass of {float(mass.max()):.4f}; expected <= 1")
 
     def to(self, device: torch.device | str | int) -> TopKTeacher:
-        """The same on another device."""
+        """Returns the same on another device."""
         return replace(self, ids=self.ids.to(device), logps=self.logps.to(device))
 
     @property
@@ -117,7 +117,7 @@ class TopKTeacher:
     def from_lists(
         cls, entries: Sequence[Sequence[Any]], *, length: int | None = None, mode: TopKMode = "tail"
     ) -> TopKTeacher:
-        """From what sampling engines return as top log-probabilities: for each sequence a list of tokens, each a
+        """Takes what sampling engines return as top log-probabilities: for each sequence a list of tokens, each a
         mapping of ids to log-probabilities (vLLM's, whose values may be objects with `logprob`), or a list of
         (log-probability, id, ...) (SGLang's), or None for a token without any. The result is (B, T, K); T is `length`,
         by default the longest sequence's."""
@@ -142,7 +142,7 @@ class TopKTeacher:
 
 
 def _top_pairs(token: Any) -> list[tuple[int, float]]:
-    """(id, log-probability) of a token's entries."""
+    """Returns (id, log-probability) of a token's entries."""
     if token is None:
         return []
     pairs: list[tuple[Any, Any]] | None = None
@@ -186,7 +186,7 @@ def check_teacher(
     dtype: torch.dtype,
     mask: Tensor | None = None,
 ) -> None:
-    """The teacher fits the policy's hidden states and weight, whose products are in `dtype`, and this configuration."""
+    """Checks a teacher against the policy's hidden states and weight, whose products are in `dtype`, and config."""
     if teacher is None:
         if config.distill_coef != 0.0:
             raise ValueError(f"teacher is None and distill_coef={config.distill_coef}; the divergence needs a teacher")

@@ -104,7 +104,7 @@ def _logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def _mistakes(
     parts: CausalLM, hidden: Tensor, before_norm: Tensor | None, logits: Tensor, span: slice, temperature: float
 ) -> Iterator[tuple[str, Tensor, float]]:
-    """(mistake, logits of the scored positions with it, temperature), for those that this model allows."""
+    """Yields (mistake, logits of the scored positions with it, temperature), as far as this model allows it."""
     (scale, softcap), lm_head = parts.transform, parts.lm_head
     shifted = "hidden states one position {}: row t must be the one before completion_ids[:, t]"
     yield shifted.format("late"), logits[:, span.start + 1 :], temperature
@@ -117,15 +117,14 @@ def _mistakes(
     if before_norm is not None:
         head = lm_head_inputs(lm_head, before_norm[:, span])
         yield "hidden states before the final norm of the model", head_logits(head, scale, softcap), temperature
-    if scale != 1.0:
-        yield f"a forgotten logit_scale of {scale:.6g}", head_logits(right, 1.0, softcap), temperature
+    for other in dict.fromkeys(((1.0, softcap), (1 / scale, softcap), (scale, None), (1.0, None))):
+        forgotten = [f"logit_scale of {scale:.6g}"] if other[0] != scale else []
+        forgotten += [f"logit_softcap of {softcap:.6g}"] if other[1] != softcap else []
+        is_inverted = other[0] not in (scale, 1.0)
         inverted = f"an inverted logit_scale, {1 / scale:.6g} for {scale:.6g}"
-        yield inverted, head_logits(right, 1 / scale, softcap), temperature
-    if softcap is not None:
-        yield f"a forgotten logit_softcap of {softcap:.6g}", head_logits(right, scale, None), temperature
-    if scale != 1.0 and softcap is not None:
-        both = f"a forgotten logit_scale of {scale:.6g} and logit_softcap of {softcap:.6g}"
-        yield both, head_logits(right, 1.0, None), temperature
+        if forgotten:
+            mistake = inverted if is_inverted else "a forgotten " + " and ".join(forgotten)
+            yield mistake, head_logits(right, *other), temperature
     if right.bias is not None:
         yield "a forgotten lm_head_bias", head_logits(right._replace(bias=None), scale, softcap), temperature
     base = getattr(lm_head, "base_layer", getattr(lm_head, "original_module", None))

@@ -83,7 +83,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(loss (), metrics), with gradients to _input (B, T, H), lin_weight (V, H) and bias (V,)."""
+        """Returns (loss (), metrics), with gradients to _input (B, T, H), lin_weight (V, H) and bias (V,)."""
         config = self._config()
         check_plain("attention_mask", attention_mask)
         if ref_per_token_logps is not None and not self.use_ref_model:
@@ -124,7 +124,7 @@ _OF_LIGER = ("compiled", "use_ref_model", "chunk_size")  # fields that GRPOConfi
 
 @lru_cache(maxsize=16)
 def _config(loss_type: str, importance_sampling_level: Level, **options: Any) -> GRPOConfig:
-    """The configuration of Liger's arguments, without those that the loss type does not read."""
+    """Returns the configuration of Liger's arguments, as far as the loss type reads them."""
     options["importance_sampling_level"] = importance_sampling_level
     found = options_of_loss_type(loss_type, options)
     check_one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
@@ -136,7 +136,7 @@ def _config(loss_type: str, importance_sampling_level: Level, **options: Any) ->
 
 
 def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
-    """Tokens of the whole batch over the number of ranks, at least 1, where a trainer averages gradients over ranks."""
+    """Returns tokens of the whole batch over ranks, at least 1, where a trainer averages gradients over ranks."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_items_in_batch is None:
         total = mask.sum(dtype=torch.float32)
@@ -148,8 +148,8 @@ def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) ->
 
 
 def _shared_evenly(ratio: Tensor, mask: Tensor) -> Tensor:
-    """Ratios (B, T) whose logarithms over the scored tokens add up to what Liger adds up for VESPO: the logarithm of
-    one ratio (B, 1), or the logarithms of all tokens, of padding too."""
+    """Returns ratios (B, T) whose logarithms over the scored tokens add up to what Liger adds up for VESPO: the
+    logarithm of one ratio (B, 1), or the logarithms of all tokens, of padding too."""
     if ratio.shape not in ((len(mask), 1), mask.shape):
         return ratio  # which the loss refuses
     total = ratio.log().clamp(math.log(1e-8), 20.0).sum(1, keepdim=True)

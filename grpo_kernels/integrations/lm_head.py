@@ -19,7 +19,7 @@ class HeadInputs(NamedTuple):
 
 
 def lm_head_inputs(lm_head: nn.Module, hidden: Tensor) -> HeadInputs:
-    """hidden, weight and bias whose product is lm_head(hidden), for an lm_head with or without adapters of PEFT.
+    """Returns hidden, weight and bias whose product is lm_head(hidden), of an lm_head with or without PEFT's adapters.
 
     lm_head: a torch.nn.Linear, or PEFT's LoRA, modules_to_save or trainable tokens around one.
     hidden: (..., H), the input of lm_head.
@@ -78,7 +78,7 @@ def lm_head_inputs(lm_head: nn.Module, hidden: Tensor) -> HeadInputs:
 
 
 def _linear(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a layer that computes h W^T + b and nothing else."""
+    """Returns weight and bias of a layer that computes h W^T + b and nothing else."""
     weight = getattr(layer, "weight", None)
     if isinstance(weight, Tensor) and is_quantised(weight):
         raise TypeError(

@@ -65,7 +65,7 @@ class LossOutputs(NamedTuple):
 
 
 def policy_loss(inputs: Any, **options: Any) -> LossOutputs:
-    """The loss of one sequence, not normalised, from prime-rl's LossInputs.
+    """Returns the loss of one sequence, not normalised, from prime-rl's LossInputs.
 
     inputs: trainer_logprobs, inference_logprobs, advantages and loss_mask, each (T,); ref_logprobs, read where beta is
     not 0; loss_weights, which multiply the surrogate of each token. options: GRPOConfig's, but for aggregation.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Values of the tokens of all ranks (N, ...), in the order of the ranks, from this rank's x (N_r, ...).
+    """Returns values of the tokens of all ranks (N, ...), in the order of the ranks, from this rank's x (N_r, ...).
 
     N_r may differ between ranks, type and the other dimensions not. Differentiable, for a loss that is the same on all
     ranks: x gets the gradient of its own tokens, without a sum over the ranks. Where a rank's tokens are not one run of

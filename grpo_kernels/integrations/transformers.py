@@ -104,7 +104,7 @@ def fused_forward(
 
 
 def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], length: int) -> Tensor:
-    """Hidden states (B, T, H) of the scored positions; see share_prompts of `fused_forward`.
+    """Returns hidden states (B, T, H) of the scored positions; see share_prompts of `fused_forward`.
 
     The last position of a prompt scores the first token; the other tokens are scored after the prompt's keys and
     values, which their gradients flow through.
@@ -171,7 +171,7 @@ def unwrap_causal_lm(model: Any) -> CausalLM:
 
 
 def _body_of(model: Any) -> Any:
-    """The module that the model's forward calls before its lm_head; the model itself where there is none."""
+    """Returns the module that the model's forward calls before its lm_head; the model where there is none."""
     body = model.base_model
     if body is model:  # Llama 4's text model: base_model_prefix names an attribute that it lacks
         body = getattr(model, "model", model)
@@ -192,7 +192,7 @@ def forward_inputs(
     completion_ids: Tensor,
     others: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The arguments of the body's forward."""
+    """Returns the arguments of the body's forward."""
     for name, ids in (("input_ids", input_ids), ("completion_ids", completion_ids)):
         check_plain(name, ids)
         if ids.dtype not in (torch.int32, torch.int64):
@@ -229,15 +229,15 @@ def forward_inputs(
 
 
 def position_ids(parts: CausalLM, attention_mask: Tensor) -> Tensor | None:
-    """(B, L): positions that count from a row's first token. None where the model does not take them, or has images or
-    audio, whose positions it counts in its own way."""
+    """Returns positions (B, L) that count from a row's first token. None where the model does not take them, or has
+    images or audio, whose positions it counts in its own way."""
     if getattr(parts.model.config, "text_config", None) is not None or not takes(parts.body, "position_ids"):
         return None
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def takes(module: nn.Module, name: str) -> bool:
-    """Whether the forward of a module has an argument of this name."""
+    """Returns whether the forward of a module has an argument of this name."""
     return name in inspect.signature(type(module).forward).parameters
 
 
@@ -246,12 +246,12 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_argument(module: nn.Module) -> str:
-    """The argument by which the forward of a module takes its cache."""
+    """Returns the argument by which the forward of a module takes its cache."""
     return next((name for name in _CACHES if takes(module, name)), "past_key_values")
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in what a model returned; None where it keeps none."""
+    """Returns the cache in what a model returned; None where it keeps none."""
     return next((value for name, value in vars(output).items() if name in _CACHES), None)
 
 
@@ -276,7 +276,7 @@ _checked: set[tuple[Any, ...]] = set()
 
 
 def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
-    """Compare with the model's own logits of a few positions, once per class of models, of lm_heads, and transform."""
+    """Compares with the model's own logits of a few positions, once per class of models, of lm_heads, and transform."""
     key = (type(parts.model), type(parts.lm_head), parts.transform)
     if key in _checked or torch.compiler.is_compiling():
         return
@@ -295,7 +295,7 @@ def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
 
 
 def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tensor, Tensor]:
-    """The model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
+    """Returns the model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
     found: list[Any] = []
     limit = {"logits_to_keep": keep} if takes(parts.model, "logits_to_keep") else {}
     devices = [inputs["input_ids"].device] if inputs["input_ids"].is_cuda else []
@@ -313,6 +313,6 @@ def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tens
 
 @torch.no_grad()
 def head_logits(head: HeadInputs, scale: float, softcap: float | None) -> Tensor:
-    """The logits as `fused_forward` understands them, in the type of the model."""
+    """Returns the logits as `fused_forward` understands them, in the type of the model."""
     logits = nn.functional.linear(*head) * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
