@@ -23,7 +23,7 @@ def ppo(ratio, A, low, high):
 
 def topr_loss(hidden, weight, ids, mask, advantages, rewards, old_logps, positive=1.0, negative=1.0, **options):
     """TOPR, tapered off-policy REINFORCE (arXiv:2503.14286; ROLL's `topr`): completions with a reward above 0 are
-    imitated, whatever policy sampled them; the others weigh as much as their ratio, at most 1. advantages and rewards
+    imitated, from any policy; the others weigh as much as their ratio, at most 1. advantages and rewards
     are (B,)."""
 
     def token_loss(chunk):

@@ -1,6 +1,6 @@
 """GRPO with TRL and the fused loss: `python examples/trl_grpo.py [MODEL [STEPS]]`.
 
-One line differs from a script with TRL alone: the import of the trainer. The task is to answer in eight words.
+One line differs from a script without this package: the import of the trainer. The task is to answer in eight words.
 """
 
 import sys

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     parser.add_argument("--server")
     parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct")
     chosen = parser.parse_args()
-    vocab = 512  # of the policy: that of the teacher, in a run of your own
+    vocab = 512  # of the policy: the teacher's, in a run of your own
     torch.manual_seed(0)
     prompt, completions = [5, 9, 2], [[7, 1, 30, 4], [8, 11]]
 

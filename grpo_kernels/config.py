@@ -38,8 +38,6 @@ from .trl_options import left_to_the_loop
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 LARGEST_COUNT = 2**31 - 1
 DweightSum = Literal["weight", "float32"]
-DWEIGHT_SUMS: tuple[DweightSum, ...] = get_args(DweightSum)
-
 
 # Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
@@ -53,6 +51,14 @@ _RANGES: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "vespo_k_pos vespo_k_neg entropy_threshold"),
 )
 _RANGE_OF = {name: bound for bound, names in _RANGES for name in names.split()}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "surrogate": tuple(SURROGATE_RULES),
+    "kl_estimator": KL_ESTIMATORS,
+    "aggregation": AGGREGATIONS,
+    "advantage_scale": ADVANTAGE_SCALES,
+    "advantage_baseline": ADVANTAGE_BASELINES,
+    "dweight_sum": get_args(DweightSum),
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class GRPOConfig:
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None. The gradient
-            is 0 where one acts, but that of "k1+" and "k3+" is k2's without a bound, as in verl.
+            is 0 where one acts, but the gradient of "k1+" and "k3+" is k2's without a bound, as in verl.
         use_bias_correction_kl: KL times the importance ratio (DeepSeek-V3.2, arXiv:2512.02556); the product stops at
             exp(80), gradient 0 beyond.
         kl_score_term: KL times exp(logp - stop_gradient(logp)), which is 1: the gradient gets the term through the
@@ -116,7 +122,7 @@ class GRPOConfig:
         sparse_backward: theta in (0, 1), such as 2^-12: of the gradient of the logits only entries of at least theta
             times the row's scale and the sampled id's are kept; smaller ones are rounded to 0 or to theta times the
             scale, right in expectation, and two of the three products become gathers. Equal calls have equal bits; the
-            loss and its metrics are those of None, which is exact. A token with too many entries takes the products.
+            loss and its metrics are exact, as with None. A token with too many entries takes the products.
     Advantages from rewards
         advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`. They belong to
             `rewards` of the call; `advantages` that are given in their place are taken as they are.
@@ -177,41 +183,40 @@ class GRPOConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # What the engine derives from it, by which inputs a call has: no field, and not pickled.
-        object.__setattr__(self, "derived", {})
+        self._set("derived", {})  # what head/ derives from it, by which inputs a call has: no field, and not pickled
         clamp: Any = self.kl_clamp
         if isinstance(clamp, list):  # which has no hash
-            object.__setattr__(self, "kl_clamp", tuple(clamp))
+            self._set("kl_clamp", tuple(clamp))
         for name in _OPTIONS:
-            object.__setattr__(self, name, as_python(getattr(self, name)))
-        check_one_of("surrogate", self.surrogate, tuple(SURROGATE_RULES))
+            self._set(name, as_python(getattr(self, name)))
+        for name, allowed in _CHOICES.items():
+            check_one_of(name, getattr(self, name), allowed)
         rule = SURROGATE_RULES[self.surrogate]
         if self.importance_sampling_level is None:
-            object.__setattr__(self, "importance_sampling_level", rule.levels[0])
+            self._set("importance_sampling_level", rule.levels[0])
         if self.importance_sampling_level not in rule.levels:
             raise ValueError(
                 f"importance_sampling_level={self.importance_sampling_level!r} does not go with "
                 f"surrogate={self.surrogate!r}; expected one of {rule.levels}"
             )
-        check_one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        check_one_of("aggregation", self.aggregation, AGGREGATIONS)
-        check_one_of("advantage_scale", self.advantage_scale, ADVANTAGE_SCALES)
-        check_one_of("advantage_baseline", self.advantage_baseline, ADVANTAGE_BASELINES)
-        check_one_of("dweight_sum", self.dweight_sum, DWEIGHT_SUMS)
         for name in _SURROGATE_OPTIONS:
             value = getattr(self, name)
             if name not in rule.options:
                 if value is not None:
                     raise ValueError(f"{name}={value} has no effect with surrogate={self.surrogate!r}; leave it out")
             elif value is None and rule.options[name] != math.inf:
-                object.__setattr__(self, name, rule.options[name])
-        for name in ("use_bias_correction_kl", "kl_score_term", "entropy_kept_only", "score_inactive", "static_shapes"):
-            check_flag(name, getattr(self, name))
+                self._set(name, rule.options[name])
+        for name, option in _OPTIONS.items():
+            if isinstance(option.default, bool):
+                check_flag(name, getattr(self, name))
         check_sparse_backward(self.sparse_backward)
         self._check_numbers()
         self._check_divergence()
         self._check_combinations()
-        object.__setattr__(self, "key", self._to_key())
+        self._set("key", self._to_key())
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"derived": {}}
@@ -245,7 +250,7 @@ class GRPOConfig:
             raise ValueError(f"logits_dtype={self.logits_dtype}; expected torch.float32, a 16-bit float type or None")
 
     def _check_divergence(self) -> None:
-        """With a weight the divergence and the options that it reads have values; else they are None."""
+        """Gives the divergence and the options that it reads values; without a weight they have to be None."""
         if self.divergence is not None:
             check_one_of("divergence", self.divergence, DIVERGENCES)
         if self.distill_coef == 0.0:
@@ -253,14 +258,12 @@ class GRPOConfig:
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(f"{name}={value!r} has no effect with distill_coef=0; leave it out")
             return
-        object.__setattr__(self, "divergence", self.divergence or "reverse_kl")
-        if self.divergence != "jsd":
-            if self.divergence_beta is not None:
-                raise ValueError(f"divergence_beta={self.divergence_beta!r} has no effect with {self.divergence!r}")
-            return
-        if self.divergence_beta is None:
-            object.__setattr__(self, "divergence_beta", 0.5)
-        check_number("divergence_beta", self.divergence_beta, above=0.0, below=1.0)  # at its ends: the KL divergences
+        self._set("divergence", self.divergence or "reverse_kl")
+        if self.divergence == "jsd":
+            self._set("divergence_beta", 0.5 if self.divergence_beta is None else self.divergence_beta)
+            check_number("divergence_beta", self.divergence_beta, above=0.0, below=1.0)  # at its ends: KL divergences
+        elif self.divergence_beta is not None:
+            raise ValueError(f"divergence_beta={self.divergence_beta!r} has no effect with {self.divergence!r}")
 
     def _check_combinations(self) -> None:
         clips_probability = self.surrogate in ("dppo_tv", "ipo")
@@ -302,34 +305,32 @@ class GRPOConfig:
 
     @property
     def pushes_without_advantage(self) -> bool:
-        """Whether the surrogate has a gradient where the advantage is 0: the squared log-ratio of DPPO and IPO."""
+        """Says whether the surrogate has a gradient where the advantage is 0: the squared log-ratio of DPPO and IPO."""
         return bool(self.dppo_kl_tau)
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """Whether the loss has an entropy bonus; a tensor counts as one whatever its value, which is not read."""
+        """Says whether the loss has an entropy bonus; a tensor counts as one: its value is not read."""
         return isinstance(self.entropy_coef, torch.Tensor) or self.entropy_coef != 0.0
 
     @property
     def kl_clamps(self) -> tuple[float | None, float | None]:
         """(bound on |ref_logp - logp|, bound on |KL|)."""
-        if self.kl_clamp is None:
-            return None, None
-        if isinstance(self.kl_clamp, tuple):
-            if len(self.kl_clamp) != 2:
-                raise ValueError(f"kl_clamp={self.kl_clamp!r}; expected a number or a pair (bound on d, bound on KL)")
-            return self.kl_clamp[0], self.kl_clamp[1]
-        return None, self.kl_clamp
+        if not isinstance(self.kl_clamp, tuple):
+            return None, self.kl_clamp
+        if len(self.kl_clamp) != 2:
+            raise ValueError(f"kl_clamp={self.kl_clamp!r}; expected a number or a pair (bound on d, bound on KL)")
+        return self.kl_clamp
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GRPOConfig:
-        """The configuration that papers and trainers call `name` (see `available_presets`), with `overrides` on top."""
+        """Returns what papers and trainers call `name` (see `available_presets`), with `overrides` on top."""
         check_one_of("preset", name, available_presets())
         return cls(**{**PRESETS[name], **overrides})
 
     @classmethod
     def from_trl(cls, args: Any, model_config: Any = None, **overrides: Any) -> GRPOConfig:
-        """The loss that TRL's GRPOTrainer computes with `args`, a trl.GRPOConfig of TRL 1.16, with `overrides` on top.
+        """Returns the loss of TRL's GRPOTrainer with `args`, a trl.GRPOConfig of TRL 1.16, with `overrides` on top.
 
         model_config: `model.config`, whose logit scale and softcap are read (`logit_transform`); None: there are none.
 
@@ -371,7 +372,7 @@ class GRPOConfig:
         return cls(**{**found, **overrides})
 
     def teacher_transform(self, teacher: Any) -> TeacherTransform:
-        """The scalars of the divergence to this Teacher; None: to one that is known by its probabilities."""
+        """Returns the scalars of the divergence to this Teacher; None: to one that is known by its probabilities."""
         scale, softcap = (1.0, 0.0) if teacher is None else (teacher.logit_scale, teacher.logit_softcap or 0.0)
         beta = 0.5 if self.divergence_beta is None else self.divergence_beta
         return TeacherTransform(self.divergence or "reverse_kl", beta, float(scale), float(softcap))
@@ -390,8 +391,8 @@ class GRPOConfig:
 
 @lru_cache(maxsize=256)
 def config_from_key(key: str) -> GRPOConfig:
-    """The configuration that has this `key`, as it was checked when it was made. In place of its tensors, which an
-    operator receives by themselves, it has their defaults; what other options say of them still holds."""
+    """Returns the configuration of this `key`, which was checked before. In place of its tensors, which an operator
+    receives by themselves, it has their defaults; what other options say of them still holds."""
     values: dict[str, Any] = {name: f.default for name, f in _OPTIONS.items()}
     for part in filter(None, key.split(";")):
         name, _, text = part.partition("=")
@@ -404,7 +405,7 @@ def config_from_key(key: str) -> GRPOConfig:
 
 
 def available_presets() -> tuple[str, ...]:
-    """Names for `GRPOConfig.preset`."""
+    """Returns the names for `GRPOConfig.preset`."""
     return tuple(PRESETS)
 
 
@@ -412,7 +413,7 @@ _RLOO = dict(importance_sampling_level="sequence_sum", advantage_baseline="leave
 _SFT = dict(surrogate="reinforce", aggregation="token_mean")
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": dict(aggregation="seq_mean", beta=0.04),
-    # TRL's loss_type of that name: the aggregation alone, without the reward scaling of arXiv:2506.02864.
+    # TRL's loss_type of that name: only the aggregation, without the reward scaling of arXiv:2506.02864.
     "bnpo": dict(aggregation="token_mean"),
     "dr_grpo": dict(aggregation="fixed_length", advantage_scale="none"),
     "dapo": dict(aggregation="num_items", epsilon_high=0.28),
@@ -433,7 +434,7 @@ TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "
 
 
 def options_of_loss_type(loss_type: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The options of this preset that TRL and Liger read for the loss type of its name, with the values of `given`."""
+    """Returns the options of the preset `loss_type` that TRL and Liger read for it, with the values of `given`."""
     check_one_of("loss_type", loss_type, TRL_LOSS_TYPES)
     preset = PRESETS[loss_type]
     found: dict[str, Any] = {"surrogate": preset.get("surrogate", "clip"), "aggregation": preset["aggregation"]}
@@ -448,7 +449,7 @@ def options_of_loss_type(loss_type: str, given: dict[str, Any]) -> dict[str, Any
 def check_logit_transform(
     temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None
 ) -> tuple[float | torch.Tensor, float, float | None]:
-    """The same as positive numbers of Python, or with a tensor of temperatures."""
+    """Returns the same as positive numbers of Python, or with a tensor of temperatures."""
     return (
         temperature if isinstance(temperature, torch.Tensor) else check_number("temperature", temperature, above=0.0),
         check_number("logit_scale", logit_scale, above=0.0),
@@ -457,12 +458,12 @@ def check_logit_transform(
 
 
 def check_sparse_backward(theta: object) -> float:
-    """theta as a number of Python; 0 for None."""
+    """Returns theta as a number of Python; 0 for None."""
     return 0.0 if theta is None else check_number("sparse_backward", theta, above=0.0, below=1.0)
 
 
 def as_python(x: Any) -> Any:
-    """A number, flag or text of NumPy, or of a subclass of Python's, as Python's own, in a tuple too; else x itself."""
+    """Returns a number, flag or text of NumPy or of a subclass as Python's own, in a tuple too; else x itself."""
     if isinstance(x, torch.Tensor):
         return x
     if isinstance(x, tuple):
@@ -476,7 +477,7 @@ def as_python(x: Any) -> Any:
 
 
 def check_flag(name: str, x: object) -> bool:
-    """x as a flag of Python."""
+    """Returns x as a flag of Python."""
     x = as_python(x)
     if not isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
@@ -489,7 +490,7 @@ def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def check_ddof(name: str, value: object) -> int:
-    """value as an integer of Python."""
+    """Returns 0 or 1 as an integer of Python."""
     value = as_python(value)
     if type(value) is not int or value not in (0, 1):
         raise ValueError(f"{name}={value!r}; expected 0 or 1")
@@ -497,7 +498,7 @@ def check_ddof(name: str, value: object) -> int:
 
 
 def check_count(name: str, value: object) -> int:
-    """value as an integer of Python."""
+    """Returns a number of items, at least 1, as an integer of Python."""
     value = as_python(value)
     if type(value) is not int or not 1 <= value <= LARGEST_COUNT:
         came = shown(value) if type(value) is int else repr(value)
@@ -515,7 +516,7 @@ def check_number(
     below: float = math.inf,
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """value as a number of Python: finite, >= low, > above, <= high and < below, and still so when rounded to the type
+    """Returns value as a number of Python: finite, >= low, > above, <= high and < below, also when rounded to the type
     that kernels compute in."""
     value = as_python(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -532,7 +533,7 @@ def check_number(
 
 
 def round_to(x: float, dtype: torch.dtype) -> float:
-    """A finite x in float32 or float64; 0 where it has no normal number, which some GPUs take for 0."""
+    """Returns a finite x in float32 or float64; 0 where it has no normal number, which some GPUs take for 0."""
     limits = torch.finfo(dtype)
     if abs(x) < limits.tiny:
         return 0.0
@@ -541,7 +542,7 @@ def round_to(x: float, dtype: torch.dtype) -> float:
 
 
 def shown(number: Any) -> object:
-    """As an error message has it: an integer of any size is a number in Python."""
+    """Returns a number as an error message has it: an integer of any size is a number in Python."""
     return number if isinstance(number, float) or abs(number) <= LARGEST else f"an integer of {len(bin(number))} bits"
 
 
@@ -555,8 +556,6 @@ _NAMES_OF_TRL = {
     "top_entropy_quantile": "entropy_threshold, from entropy_quantile(...)",
     "vllm_importance_sampling_cap": "cap= of rollout_weights(...)",
 }
-
-
 _OPTIONS = {f.name: f for f in dataclasses.fields(GRPOConfig) if f.init}
 
 
@@ -568,7 +567,7 @@ def _unknown_option(name: str) -> str:
 
 
 def option_hint(name: str) -> str:
-    """Of an unknown keyword of a call: what takes it, as the end of a sentence; '' where nothing does."""
+    """Returns what takes an unknown keyword of a call, as the end of a sentence; '' where nothing does."""
     ours = f"config=GRPOConfig({name}=...)" if name in _OPTIONS else _NAMES_OF_TRL.get(name)
     return "" if ours is None else f"; this package has {ours}"
 

@@ -13,7 +13,7 @@ from .checks.plain import check_plain, full_weight
 from .config import GRPOConfig
 from .head.logps_op import logps_from_hidden
 from .head.shared import is_capturing
-from .inputs import resolve_logps
+from .inputs import check_logps_inputs
 from .loss import fused_grpo_loss
 from .names import Divergence
 from .objective.aggregation import Aggregation
@@ -57,8 +57,8 @@ def fused_distillation_loss(
     accumulate_into: Tensor | None = None,
     backend: str = "auto",
 ) -> DistillationOutput:
-    """The mean divergence of the policy's distribution p and the teacher's q over the whole vocabulary, forward and
-    backward in one pass: 6 NHV + 2 NH'V operations, and a chunk of both logits in memory.
+    """Computes the mean divergence of the policy's distribution p and the teacher's q over the whole vocabulary,
+    forward and backward in one pass: 6 NHV + 2 NH'V operations, and a chunk of both logits in memory.
 
         reverse_kl  sum p log(p / q)        forward_kl  sum q log(q / p)
         jsd         b KL(q|m) + (1 - b) KL(p|m), m = (1 - b) p + b q, b = divergence_beta: GKD, arXiv:2306.13649
@@ -116,13 +116,13 @@ def fused_divergence(
     lm_head_bias: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The divergence of each token, (B, T) or (N,) float32 (float64 from float64) nats, 0 at masked positions: for
-    losses of one's own. Differentiable: the backward computes the logits again, which `fused_distillation_loss` does
-    not. Arguments as there; temperature may be a number, or one value per token or sequence."""
+    """Returns the divergence of each token, (B, T) or (N,) float32 (float64 from float64) nats, 0 at masked positions,
+    for losses of one's own. Differentiable: the backward computes the logits again, which `fused_distillation_loss`
+    does not. Arguments as there; temperature may be a number, or one value per token or sequence."""
     config = GRPOConfig(distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta)
     weight, bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
     ids = _some_ids("fused_divergence", hidden, bias)
-    call = resolve_logps(
+    call = check_logps_inputs(
         "fused_divergence", (hidden, weight, bias), ids, completion_mask, (temperature, logit_scale, logit_softcap),
         backend, teacher=teacher, divergence=config,
     )  # fmt: skip
@@ -130,14 +130,14 @@ def fused_divergence(
 
 
 def divergence_of_beta(beta: float) -> dict[str, Any]:
-    """TRL's and Liger's beta as options of these functions: 0 is the forward KL, 1 the reverse KL, between them JSD."""
+    """Returns TRL's and Liger's beta as options of these functions: 0: forward KL, 1: reverse KL, between them: JSD."""
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
     return {"divergence": ends[beta]} if beta in ends else {"divergence": "jsd", "divergence_beta": float(beta)}
 
 
 def _some_ids(function: str, hidden: Tensor, bias: object) -> Tensor:
-    """Ids of the shape of the tokens, for what needs some: the divergence does not depend on them. The id with the
-    largest bias: one that a bias of -inf excludes would bring its log-probability into the loss."""
+    """Returns ids of the shape of the tokens, on which the divergence does not depend. The id with the largest
+    bias: one that a bias of -inf excludes would bring its log-probability into the loss."""
     refuse_transforms(function, hidden)
     check_plain("hidden", hidden)
     if not _is_bias(bias):
@@ -146,7 +146,7 @@ def _some_ids(function: str, hidden: Tensor, bias: object) -> Tensor:
 
 
 def _some_own_ids(teacher: TopKTeacher, ids: Tensor, bias: object) -> Tensor:
-    """`_some_ids` among those of the teacher, so that they belong to its sampling mask."""
+    """Returns `_some_ids` among the teacher's own, so that they belong to its sampling mask."""
     if teacher.ids.shape[:-1] != ids.shape:
         return ids  # refused below
     scores = torch.zeros(teacher.ids.shape, device=ids.device)
@@ -157,5 +157,5 @@ def _some_own_ids(teacher: TopKTeacher, ids: Tensor, bias: object) -> Tensor:
 
 
 def _is_bias(x: object) -> TypeGuard[Tensor]:
-    """Whether this argument may be one; what else it is the checks say, before anything is computed from it."""
+    """Returns whether this argument may be one; the checks refuse other values before anything is computed."""
     return isinstance(x, Tensor) and x.dim() == 1 and x.numel() > 0 and x.is_floating_point()

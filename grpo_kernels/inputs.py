@@ -1,5 +1,5 @@
-"""What public functions share before any work. Of losses: checks, groups, advantages from rewards, the tensors of the
-plan. Of log-probabilities, divergences and losses of one's own: checks, and what is computed."""
+"""What public functions share before any work: checks, groups, advantages from rewards, and the batch or call that
+head/ receives."""
 
 from __future__ import annotations
 
@@ -70,26 +70,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def forwards_loss_options(function: Function) -> Function:
     """Gives a function with **options: Unpack[LossOptions] the signature that help() and editors show."""
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    common = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotation(name))
-        for name, default in _DEFAULTS.items()
-    ]
-    function.__signature__ = signature.replace(parameters=[*own, *common])  # type: ignore[attr-defined]
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name, annotation in LossOptions.__annotations__.items():
+        # As it is written: help() shows an annotation of a TypedDict as a ForwardRef.
+        text, default = str(getattr(annotation, "__forward_arg__", annotation)), _DEFAULTS[name]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
 
-def _annotation(option: str) -> str:
-    """As it is written: help() shows that of a TypedDict as a ForwardRef."""
-    annotation: Any = LossOptions.__annotations__[option]
-    return str(getattr(annotation, "__forward_arg__", annotation))
-
-
-def read_config(function: str, options: LossOptions) -> GRPOConfig:
-    """The configuration among the options of this function, whose names are checked."""
+def read_config(function_name: str, options: LossOptions) -> GRPOConfig:
+    """Returns the configuration among the options of a function, whose names are checked."""
     for name in options:
         if name not in _DEFAULTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{option_hint(name)}")
+            raise TypeError(f"{function_name}() got an unexpected keyword argument {name!r}{option_hint(name)}")
     config = options.get("config")
     if config is None:
         return DEFAULT_CONFIG
@@ -103,15 +97,15 @@ def check_loss_inputs(
     options: LossOptions,
     config: GRPOConfig,
     per_token: Tensor,
-    owner: str,
+    input_name: str,
     dtype: torch.dtype,
     *,
     reads_logits: bool = True,
     teacher: Teacher | TopKTeacher | None = None,
 ) -> Batch:
-    """Checks the options against `per_token`, a tensor of the shape (B, T) or (N,).
+    """Checks the options against `per_token`, a tensor of the shape (B, T) or (N,), and returns the batch.
 
-    `owner` is the argument that has that shape, `dtype` the type that products are computed in.
+    `input_name` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
     """
     if config.distill_coef != 0.0 and teacher is None:
@@ -120,37 +114,36 @@ def check_loss_inputs(
     has_rows = isinstance(teacher, Teacher) or (teacher is not None and sampling_mask is not None)
     backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype, has_teacher=has_rows)
     check_sampling_mask(sampling_mask, per_token.shape, per_token)
-    rewards, cu_seqlens, device = options.get("rewards"), options.get("cu_seqlens"), per_token.device
-    num_generations, group_ids = options.get("num_generations"), options.get("group_ids")
-    num_sequences = num_sequences_of(per_token, cu_seqlens, owner)
+    cu_seqlens, mask = options.get("cu_seqlens"), options.get("completion_mask")
+    num_sequences = num_sequences_of(per_token, cu_seqlens, input_name)
     _check_tensors(advantages, options, num_sequences, per_token)
     _check_combinations(options, config)
     temperature = None
     if reads_logits and isinstance(config.temperature, Tensor):
         temperature = temperature_per_token(config.temperature, per_token.shape, num_sequences, per_token, cu_seqlens)
-        temperature = temperature.to(device)
-    of_config = {name: getattr(config, name) for name in ("entropy_threshold", "entropy_coef")}
+        temperature = temperature.to(per_token.device)
     scalars: dict[str, Any] = {name: options.get(name) for name in _SCALARS}
-    scalars |= {name: x for name, x in of_config.items() if isinstance(x, Tensor)}
-    scalars = {name: check_scalar(name, x, device, table_dtype(dtype)) for name, x in scalars.items()}
+    for name in ("entropy_threshold", "entropy_coef"):
+        if isinstance(value := getattr(config, name), Tensor):
+            scalars[name] = value
+    scalars = {name: check_scalar(name, x, per_token.device, table_dtype(dtype)) for name, x in scalars.items()}
     num_items = scalars.pop("num_items_in_batch")
     if scalars["normalizer"] is None:
         scalars["normalizer"] = num_items
-    _check_num_items(options.get("num_items_in_batch"), options.get("completion_mask"), device)
+    _check_num_items(options.get("num_items_in_batch"), mask, per_token.device)
 
     groups = moments = None
+    num_generations, group_ids, rewards = (options.get(name) for name in ("num_generations", "group_ids", "rewards"))
     if num_generations is not None or group_ids is not None or rewards is not None:
         groups = resolve_groups(num_sequences, num_generations, group_ids, per_token)
-        if rewards is not None:
-            lengths = None
-            if config.advantage_baseline == "length_weighted":
-                lengths = _lengths(options.get("completion_mask"), cu_seqlens, per_token)
-            advantages, *moments = group_statistics(
-                rewards, groups, scale=config.advantage_scale, baseline=config.advantage_baseline,
-                ddof=config.advantage_ddof, eps=config.advantage_eps, nan_is_no_verdict=False, lengths=lengths,
-            )  # fmt: skip
-            if cu_seqlens is not None:
-                advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
+    if isinstance(rewards, Tensor) and groups is not None:
+        lengths = _lengths(mask, cu_seqlens, per_token) if config.advantage_baseline == "length_weighted" else None
+        advantages, *moments = group_statistics(
+            rewards, groups, scale=config.advantage_scale, baseline=config.advantage_baseline,
+            ddof=config.advantage_ddof, eps=config.advantage_eps, nan_is_no_verdict=False, lengths=lengths,
+        )  # fmt: skip
+        if cu_seqlens is not None:
+            advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
     per_token_options: dict[str, Any] = {name: options.get(name) for name in _PER_TOKEN}
     tokens = TokenInputs(
         advantages=cast(Tensor, advantages),
@@ -169,12 +162,12 @@ def check_loss_inputs(
 def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequences: int, per_token: Tensor) -> None:
     rewards, shape = options.get("rewards"), per_token.shape
     if (advantages is None) == (rewards is None):
-        given = "neither" if rewards is None else "both"
-        raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {given}")
-    check_token_tensor("advantages", advantages, shape, num_sequences, per_token, per_sequence=True)
-    for name in _PER_TOKEN:
-        per_sequence = name.endswith("_weights")
-        check_token_tensor(name, options.get(name), shape, num_sequences, per_token, per_sequence=per_sequence)
+        came = "neither" if rewards is None else "both"
+        raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {came}")
+    for name in ("advantages", *_PER_TOKEN):
+        x = advantages if name == "advantages" else options.get(name)
+        per_sequence = name == "advantages" or name.endswith("_weights")
+        check_token_tensor(name, x, shape, num_sequences, per_token, per_sequence=per_sequence)
     if rewards is not None:
         check_rewards(rewards)
         check_tensor("rewards", rewards, per_token)
@@ -183,7 +176,7 @@ def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequence
 
 
 def _check_num_items(count: Tensor | float | None, mask: Tensor | None, device: torch.device) -> None:
-    """0 is the count of a batch without an unmasked token, and counts as 1."""
+    """Refuses 0 unless it is the count of a batch without an unmasked token, where it counts as 1."""
     if count is None or not checks_values(device) or count != 0:
         return
     if mask is None or bool(mask.any()):
@@ -191,40 +184,42 @@ def _check_num_items(count: Tensor | float | None, mask: Tensor | None, device: 
 
 
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
-    no_ratio = options.get("rollout_logps") is None and options.get("old_logps") is None
-    if config.beta != 0.0 and options.get("ref_logps") is None:
+    given = {name for name, x in options.items() if x is not None}
+    if config.beta != 0.0 and "ref_logps" not in given:
         raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
-    if config.off_policy_mask_threshold is not None and no_ratio:
-        raise ValueError("off_policy_mask_threshold has no effect without rollout_logps or old_logps; leave it out")
-    if SURROGATE_RULES[config.surrogate].divides_by_rollout and no_ratio:
-        raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
-    if options.get("num_items_in_batch") is not None:
-        if options.get("normalizer") is not None:
+    if not given & {"rollout_logps", "old_logps"}:
+        if config.off_policy_mask_threshold is not None:
+            raise ValueError("off_policy_mask_threshold has no effect without rollout_logps or old_logps; leave it out")
+        if SURROGATE_RULES[config.surrogate].divides_by_rollout:
+            raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
+    if "num_items_in_batch" in given:
+        if "normalizer" in given:
             raise ValueError("num_items_in_batch and normalizer are two names of one denominator; give one")
         if config.aggregation != "num_items":
-            raise ValueError(
-                f"num_items_in_batch has no effect with aggregation={config.aggregation!r}; use normalizer"
-            )
-    if options.get("entropy_normalizer") is not None and not config.has_entropy_bonus:
-        raise ValueError("entropy_normalizer has no effect with entropy_coef=0; leave it out")
-    if options.get("entropy_normalizer") is not None and config.entropy_aggregation == "loss":
-        raise ValueError("entropy_normalizer has no effect with entropy_aggregation='loss'; use normalizer")
-    if options.get("entropy_normalizer") is not None and config.entropy_kept_only:
-        raise ValueError("entropy_normalizer has no effect with entropy_kept_only, a mean over the kept tokens")
+            why = f"aggregation={config.aggregation!r}; use normalizer"
+            raise ValueError(f"num_items_in_batch has no effect with {why}")
+    if "entropy_normalizer" in given:
+        for why, applies in (
+            ("entropy_coef=0; leave it out", not config.has_entropy_bonus),
+            ("entropy_aggregation='loss'; use normalizer", config.entropy_aggregation == "loss"),
+            ("entropy_kept_only, a mean over the kept tokens", config.entropy_kept_only),
+        ):
+            if applies:
+                raise ValueError(f"entropy_normalizer has no effect with {why}")
     if config.aggregation == "fixed_length" and config.max_completion_length is None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")
 
 
 def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None, per_token: Tensor) -> Tensor:
-    """(S,) unmasked tokens of each sequence."""
+    """Returns the number of unmasked tokens of each sequence, (S,)."""
     unmasked = torch.ones(per_token.shape, device=per_token.device) if mask is None else mask.bool().float()
     if cu_seqlens is None:
         return unmasked.sum(1)
     return torch.segment_reduce(unmasked, "sum", offsets=cu_seqlens.long(), unsafe=True)
 
 
-def resolve_logps(
-    function: str,
+def check_logps_inputs(
+    function_name: str,
     inputs: Inputs,
     ids: Tensor,
     mask: Tensor | None,
@@ -238,14 +233,14 @@ def resolve_logps(
     teacher: Teacher | TopKTeacher | None = None,
     divergence: GRPOConfig = DEFAULT_CONFIG,
 ) -> LogpsCall:
-    """Check the arguments of a public function of log-probabilities, and describe what it computes.
+    """Checks the arguments of a public function of log-probabilities, and returns what it computes.
 
     transform: temperature, logit scale and softcap."""
     hidden, weight, bias = inputs
     temperature, logit_scale, softcap = check_logit_transform(*transform)
     theta = check_sparse_backward(sparse_backward)
     entropy = check_flag("entropy", entropy)
-    compute_dtype = check_lm_head(function, hidden, weight, bias, ids)
+    compute_dtype = check_lm_head(function_name, hidden, weight, bias, ids)
     dtype = compute_dtype or hidden.dtype
     check_teacher(teacher, divergence, hidden, weight, dtype, mask)
     check_token_tensor("completion_mask", mask, ids.shape, -1, hidden)

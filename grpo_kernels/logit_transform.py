@@ -1,7 +1,7 @@
 """What a model does to the output of its lm_head before the softmax, read from its configuration.
 
-The rules are those of the model code of transformers 5.23 (`modeling_<model type>.py`, the class for generation), and
-for "minicpm" that of its checkpoints. tests/test_transformers.py compares them with the installed transformers.
+The rules come from the model code of transformers 5.23 (`modeling_<model type>.py`, the class for generation), and
+for "minicpm" from its checkpoints. tests/test_transformers.py compares them with the installed transformers.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """The scale and softcap of a model's logits, from its configuration.
+    """Returns the scale and softcap of a model's logits, from its configuration.
 
-    config: `model.config`, or any object with its attributes: model_type, those of the model family, and for a model
+    config: `model.config`, or any object with its attributes: model_type, the model family's own, and for a model
     with images or audio the text_config that holds them.
 
         transform = logit_transform(model.config)
@@ -106,7 +106,7 @@ def logit_transform(config: Any) -> LogitTransform:
 
 
 def _positive(text: Any, family: str, rule: _Rule, name: str) -> float | None:
-    """The value of the attribute `name`; None where the rule has no name, or allows None."""
+    """Returns the value of the attribute `name`; None where the rule has no name, or allows None."""
     value = getattr(text, name, None) if name else None
     if value is None and (rule.optional or not name):
         return None
@@ -116,12 +116,12 @@ def _positive(text: Any, family: str, rule: _Rule, name: str) -> float | None:
 
 
 def _refuse_others(text: Any, family: str, rule: _Rule) -> None:
-    """Attributes that another family reads: their values must be those that change nothing."""
+    """Refuses attributes that another family reads, unless their values change nothing."""
     for name in (*_SCALES, *_SOFTCAPS):
         value = getattr(text, name, None)
         if name not in rule and value is not None and not (name in _SCALES and value == 1):
             raise ValueError(
                 f"config.{name}={value!r}: the logits of model_type {family!r} do not depend on it in transformers, "
-                "those of other families do; pass logit_scale and logit_softcap yourself, and compare fused_logps with "
+                "other families' logits do; pass logit_scale and logit_softcap yourself, and compare fused_logps with "
                 "the model's own logits"
             )

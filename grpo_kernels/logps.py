@@ -11,7 +11,7 @@ from .checks.plain import full_weight
 from .head.logps_op import logps_from_hidden
 from .head.shared import requires_grad_flags
 from .head.vocab_parallel import agree, announced_errors, check_group
-from .inputs import resolve_logps
+from .inputs import check_logps_inputs
 from .sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def fused_logps(
     entropy: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of completion_ids, and with entropy=True entropies, without (N, V) logits.
+    """Computes log-probabilities of completion_ids, and with entropy=True entropies, without (N, V) logits.
 
         z = softcap(logit_scale * (h W^T + b)) / temperature,  logp = z[id] - logsumexp(z),  entropy = -sum p log p
 
@@ -42,7 +42,7 @@ def fused_logps(
     or (N,); temperature a number, or one value per token or, for (B, T), per sequence: (B,) or (B, 1). Returns float32
     tensors (float64 from float64) of the shape of completion_ids, in nats, 0 at masked positions.
 
-    sampling_mask: over the ids that truncated sampling kept for each token alone, as in `fused_grpo_loss`.
+    sampling_mask: only over the ids that truncated sampling kept for each token, as in `fused_grpo_loss`.
     sparse_backward: as in `GRPOConfig`, for the backward.
     vocab_parallel_group: of ranks with a slice of the vocabulary each, as in `fused_grpo_loss`; every rank has to run
     the backward. A sharded weight (DTensor) is gathered, as there.
@@ -59,7 +59,7 @@ def fused_logps(
     else:
         check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
-        call = resolve_logps(
+        call = check_logps_inputs(
             "fused_logps", (hidden, weight, bias), completion_ids, completion_mask,
             (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
             sparse_backward=sparse_backward,

@@ -58,7 +58,7 @@ def fused_grpo_loss(
             float16 or float64; any strides.
         lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type; or in float32 with 16-bit hidden states, which are
             then converted: products in float32, each gradient in its input's type. Under torch.autocast products are in
-            its type. Gradients are computed for those of the three that require them. For a layer of PEFT see
+            its type. Gradients are computed for the inputs that require them. For a layer of PEFT see
             `grpo_kernels.integrations.lm_head`: its `weight` is the base weight without the adapter. A sharded weight
             or bias (DTensor) is gathered for the call, and its gradient averaged over the ranks, as FSDP2 does for the
             other parameters. Other DTensors and quantised weights are refused, with what to pass instead.
@@ -67,7 +67,7 @@ def fused_grpo_loss(
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
             under config.advantage_*, in the same call. NaN is refused: where completions have no verdict, pass the
-            result of `group_advantages`. With advantages, groups may be given for `groups` alone.
+            result of `group_advantages`. With advantages, groups serve `groups` only.
         old_logps: log-probabilities under the policy that the ratio divides by; None: on-policy, ratio 1.
         ref_logps: under the reference policy; required where config.beta > 0.
         rollout_weights: importance weights of the sampling engine, per token or per sequence (see `rollout_weights`).
@@ -77,13 +77,13 @@ def fused_grpo_loss(
             the denominator of the aggregation stays as it is.
         cu_seqlens: (S + 1,) offsets of packed sequences.
         sampling_mask: the ids that truncated sampling (top-p, top-k, min-p) kept for each token: log-probabilities,
-            entropy and gradients are those of the distribution over them (DeepSeek-V3.2, arXiv:2512.02556, section
+            entropy and gradients belong to the distribution over them (DeepSeek-V3.2, arXiv:2512.02556, section
             3.1). old_logps, ref_logps and rollout_logps must be under the same mask. Where a token keeps few ids, its
-            time and memory are those of the kept ids, not of the vocabulary.
+            time and memory follow the kept ids, not the vocabulary.
         vocab_parallel_group: weight and bias are this rank's slice of the vocabulary, contiguous rows in the order of
             the group's ranks, of any sizes; all else is the same on every rank of it, and the ids of completion_ids and
-            sampling_mask are those of the whole vocabulary. Loss, metrics and hidden's gradient are then the same on
-            all of them, the weight's gradient is that of the slice. For each chunk of rows 16 bytes per token and rank
+            sampling_mask are ids of the whole vocabulary. Loss, metrics and hidden's gradient are then the same on
+            all of them, the weight's gradient the slice's own. For each chunk of rows 16 bytes per token and rank
             are gathered, with a sampling mask up to 8 more; hidden's gradient is all-reduced once. Not under
             torch.compile or a CUDA graph.
         num_items_in_batch: denominator of aggregation "num_items"; None: the tokens of this call.
@@ -99,7 +99,7 @@ def fused_grpo_loss(
             From forward to backward the gradient waits in a (V, H) of its own in the weight's type (float32 for
             float16), as it does without this; what is saved is weight.grad beside the buffer.
         teacher: a `Teacher`, whose distribution over the whole vocabulary the loss of a token has a divergence to,
-            config.distill_coef times (config.divergence). The policy term leaves it alone, as it does the KL. With the
+            config.distill_coef times (config.divergence). Like the KL, it is no part of the surrogate. With the
             reference model as the teacher and "reverse_kl" this is GRPO with the exact KL, where k1, k2 and k3 estimate
             it from the sampled id; leave beta at 0 then. It costs the teacher's product, N H' V, and a second chunk of
             logits. Not with config.sparse_backward, vocab_parallel_group or torch.compile; with a sampling_mask where

@@ -18,7 +18,7 @@ from .head.logps_op import LogpsCall, check_call, open_pass
 from .head.loop import run
 from .head.products import pinned_matmul_precision
 from .head.shared import requires_grad_flags, table_dtype, unseen_by_modes
-from .inputs import resolve_logps
+from .inputs import check_logps_inputs
 from .kernels.operations import Rows, Statistics
 from .sampling_mask import SamplingMask
 
@@ -38,15 +38,15 @@ class PolicyChunk:
     sequence: Tensor
 
     def tokens(self, x: Tensor) -> Tensor:
-        """These tokens' values of a tensor shaped like completion_ids."""
+        """Returns these tokens' values of a tensor shaped like completion_ids."""
         return x.reshape(-1)[self.index]
 
     def sequences(self, x: Tensor) -> Tensor:
-        """For every token, its sequence's value of a tensor (S,)."""
+        """Returns for every token its sequence's value of a tensor (S,)."""
         return x.reshape(-1)[self.sequence]
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """(n,) per token -> (n,): every token gets the sum over its sequence; whole sums need level="sequence"."""
+        """Returns (n,): every token gets the sum of x (n,) over its sequence; whole sums need level="sequence"."""
         _, local = self.sequence.unique_consecutive(return_inverse=True)
         return x.new_zeros(len(x)).index_add(0, local, x)[local]
 
@@ -73,7 +73,7 @@ def fused_policy_loss(
     chunk_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """sum over chunks of loss_fn(PolicyChunk) -> scalar (), differentiable in hidden, weight and bias.
+    """Returns the sum over chunks of loss_fn(PolicyChunk), scalar (), differentiable in hidden, weight and bias.
 
     `loss_fn` returns a scalar per chunk (or one value per token, which is summed). It is differentiated by autograd on
     the small (n,) tensors while the chunk's logits are at hand, so the whole costs 6 N H V operations. It must be a sum
@@ -85,7 +85,7 @@ def fused_policy_loss(
             ratio = (chunk.logps - chunk.tokens(old_logps)).exp()
             return -(ratio * chunk.sequences(advantages)).sum() / num_tokens
 
-    Gradients flow to hidden, weight and bias alone: where the value also depends on another tensor that requires a
+    Gradients flow only to hidden, weight and bias: where the value also depends on another tensor that requires a
     gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.
 
     Shapes and errors as in `fused_grpo_loss`, sparse_backward as in `GRPOConfig`. It calls back into Python, so
@@ -97,7 +97,7 @@ def fused_policy_loss(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
     lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
-    scores = resolve_logps(
+    scores = check_logps_inputs(
         "fused_policy_loss", (hidden, lm_head_weight, lm_head_bias), completion_ids, completion_mask,
         (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
         sparse_backward=sparse_backward, cu_seqlens=cu_seqlens,
@@ -192,7 +192,7 @@ class _UserLoss:
 
 
 def _refuse_other_leaves(value: Tensor, leaves: list[Tensor]) -> None:
-    """Raise where a gradient of `value` would also go to a leaf besides `leaves`, where it would be lost."""
+    """Raises where a gradient of `value` would also go to a leaf besides `leaves`, where it would be lost."""
     nodes = [value.grad_fn] if value.grad_fn is not None else []
     seen = set(nodes)
     while nodes:

@@ -13,7 +13,6 @@ from .checks.arguments import (
     check_finite,
     check_float,
     check_numbers,
-    check_rewards_finite,
     check_tensor,
     check_token_tensor,
     checks_values,
@@ -25,6 +24,8 @@ from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT
 from .objective.sequences import WEIGHT_LEVELS
 
 _FINITE = "a finite number: smaller rewards, or a scale that divides by their deviation"
+_REWARD = "a finite number, or NaN for no verdict"
+_VERDICT = "a finite number; for completions without a verdict pass advantages=group_advantages(rewards, ...), with NaN"
 
 
 class Groups(NamedTuple):
@@ -46,7 +47,7 @@ def group_advantages(
     eps: float = 1e-4,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Group-relative advantages (B,), A = (r - baseline) / (std + eps)   (DeepSeekMath, arXiv:2402.03300).
+    """Returns group-relative advantages (B,), A = (r - baseline) / (std + eps)   (DeepSeekMath, arXiv:2402.03300).
 
     rewards (B,); NaN = no verdict: left out of the statistics, advantage 0. A group of equal rewards gets exactly 0.
     An infinite reward or advantage raises, on a GPU with GRPO_KERNELS_DEBUG=1. float32, or float64 from float64.
@@ -77,16 +78,16 @@ def combine_advantages(
     ddof: int = 1,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages (B,) float32 from several rewards (B, K), with `weights` (K,), 1 by default.
+    """Returns advantages (B,) float32 from several rewards (B, K), with `weights` (K,), 1 by default.
 
     mode: "normalize_then_sum" (GDPO, arXiv:2601.05242): each reward less its group's mean, over its group's std + eps,
-    then the weighted sum; "sum": the weighted sum alone (REINFORCE++, arXiv:2501.03262), without groups. NaN is a
+    then the weighted sum; "sum": only the weighted sum (REINFORCE++, arXiv:2501.03262), without groups. NaN is a
     reward that was not given; a completion with none at all has no verdict and gets 0.
     whiten: less the mean, over the std + eps, of the "batch" of completions, of their "tokens" (each completion counts
     as often as `completion_mask` (B, T) has tokens of it), or "none".
     """
     check_rewards(rewards, dims=2)
-    check_rewards_finite("rewards", rewards)
+    check_finite("rewards", rewards, _REWARD, allows_nan=True)
     eps, ddof = check_number("eps", eps, low=0.0), check_ddof("ddof", ddof)
     check_one_of("mode", mode, ("normalize_then_sum", "sum"))
     check_one_of("whiten", whiten, ("batch", "tokens", "none"))
@@ -94,7 +95,7 @@ def combine_advantages(
     weights = torch.as_tensor([1.0] * kinds if weights is None else weights, device=rewards.device)
     check_shape("weights", weights, weights.shape == (kinds,), f"({kinds},), one for each kind of reward")
     if (whiten == "tokens") != (completion_mask is not None):
-        raise ValueError(f"whiten={whiten!r} with completion_mask={completion_mask}; expected both for 'tokens' alone")
+        raise ValueError(f"whiten={whiten!r} with completion_mask={completion_mask}; expected both only for 'tokens'")
     if completion_mask is not None:
         check_tensor("completion_mask", completion_mask, rewards)
         fits = completion_mask.dim() == 2 and len(completion_mask) == count
@@ -132,12 +133,12 @@ def group_statistics(
     nan_is_no_verdict: bool = True,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`group_advantages` (B,) of groups that `resolve_groups` made; mean and std of their rewards (num_groups,)."""
+    """Returns `group_advantages` (B,) of these groups, mean and std of their rewards (num_groups,)."""
     check_one_of("scale", scale, ADVANTAGE_SCALES)
     check_one_of("baseline", baseline, ADVANTAGE_BASELINES)
     eps, ddof = check_number("eps", eps, low=0.0), check_ddof("ddof", ddof)
     if (baseline == "length_weighted") != (lengths is not None):
-        raise ValueError(f"baseline={baseline!r} with lengths={lengths}; expected both for 'length_weighted' alone")
+        raise ValueError(f"baseline={baseline!r} with lengths={lengths}; expected both only for 'length_weighted'")
     if lengths is not None:
         check_tensor("lengths", lengths, rewards)
         check_kind("lengths", lengths, lengths.shape == rewards.shape, f"numbers {tuple(rewards.shape)}", NUMBERS)
@@ -167,14 +168,14 @@ def _statistics_of_groups(
     nan_is_no_verdict: bool,
     lengths: Optional[Tensor] = None,  # noqa: UP045  # torch infers a schema from it
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(advantages (B,), mean (num_groups,), std (num_groups,)) of rewards (B,) in groups group_index (B,).
+    """Returns (advantages (B,), mean (num_groups,), std (num_groups,)) of rewards (B,) in groups group_index (B,).
 
     group_size: the size of all groups where each is adjacent rows, 0 otherwise. lengths (B,), of the completions, are
     weights of the baseline "length_weighted".
     NaN rewards are left out of every statistic and get advantage 0. Groups of equal rewards get exactly 0 and std 0.
     No atomics: equal calls give the same bits.
     """
-    check_rewards_finite("rewards", rewards, nan_is_no_verdict=nan_is_no_verdict)
+    check_finite("rewards", rewards, _REWARD if nan_is_no_verdict else _VERDICT, allows_nan=nan_is_no_verdict)
     weights = torch.ones_like(rewards) if lengths is None else lengths.to(rewards.dtype)
     numbers = scale, baseline, ddof, eps
     if group_size:
@@ -204,7 +205,7 @@ def _(rewards, group_index, num_groups, *_):  # type: ignore[no-untyped-def]
 def _statistics_of_rows(
     rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of rewards and weights (num_groups, size), a group in each row, NaN where a row has fewer."""
+    """Returns the same of rewards and weights (num_groups, size), a group in each row, NaN where a row has fewer."""
     if rewards.dtype != torch.float64:
         return _statistics_in_float64(rewards, weights, scale, baseline, ddof, eps)
     unit = _unit(rewards, (0, 1) if scale == "batch" else (1,))
@@ -213,8 +214,8 @@ def _statistics_of_rows(
 
 
 def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The largest power of two within the largest |x| along `dims`, which are kept; 1 for 0. In units of it squares
-    neither overflow nor vanish, and quotients by it are exact. x is float64; NaN is left out."""
+    """Returns the largest power of two within the largest |x| along `dims`, which are kept; 1 for 0. In units of it
+    squares neither overflow nor vanish, and quotients by it are exact. x is float64; NaN is left out."""
     top = x.abs().nan_to_num(nan=0.0).amax(dims, keepdim=True)
     unit = (top.view(torch.int64) & (0x7FF << 52)).view(torch.float64)  # without its mantissa
     return torch.where(unit > 0, unit, 1.0)
@@ -223,7 +224,7 @@ def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 def _statistics_in_float64(
     rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_statistics_of_rows` of rewards whose squares float64 holds."""
+    """Returns `_statistics_of_rows` of rewards whose squares float64 holds."""
 
     def std_of(centred: Tensor, count: Tensor, dim: tuple[int, ...]) -> Tensor:
         return (centred.square().nansum(dim, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
@@ -276,7 +277,7 @@ def process_advantages(
     ddof: int = 1,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages (B, length) from rewards of steps: process supervision (DeepSeekMath 4.1.3), multi-turn with gamma.
+    """Returns advantages (B, length) from rewards of steps: process supervision (DeepSeekMath 4.1.3), or turns.
 
     step_rewards (B, K), NaN where a completion has fewer steps; step_ends (B, K) the index of each step's last token,
     in order. Rewards are normalised over all steps of all completions of a group; a token gets the sum of the
@@ -284,7 +285,7 @@ def process_advantages(
     step get 0.
     """
     check_rewards(step_rewards, dims=2, name="step_rewards")
-    check_rewards_finite("step_rewards", step_rewards)
+    check_finite("step_rewards", step_rewards, _REWARD, allows_nan=True)
     check_tensor("step_ends", step_ends, step_rewards)
     expected = f"integers of the shape of step_rewards, {tuple(step_rewards.shape)}"
     check_kind("step_ends", step_ends, step_ends.shape == step_rewards.shape, expected)
@@ -311,7 +312,7 @@ def process_advantages(
 
 
 def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: Tensor | None, like: Tensor) -> Groups:
-    """Groups of a batch of sequences: adjacent, or named by integers."""
+    """Returns the groups of a batch of sequences: adjacent, or named by integers."""
     if (num_generations is None) == (group_ids is None):
         given = "neither" if group_ids is None else "both"
         raise ValueError(f"groups come from num_generations or group_ids: give one of the two, got {given}")
@@ -332,7 +333,7 @@ def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: T
 
 
 def check_rewards(rewards: Tensor, dims: int = 1, name: str = "rewards") -> None:
-    """rewards are real numbers with `dims` dimensions."""
+    """Checks that rewards are real numbers with `dims` dimensions."""
     shape = "(B,)" if dims == 1 else "(B, K)"
     check_tensor(name, rewards)
     check_shape(name, rewards, rewards.dim() == dims and rewards.shape[0] > 0, f"{shape} with B >= 1")
@@ -351,7 +352,7 @@ def rollout_weights(
     low: float | None = None,
     veto: float | None = None,
 ) -> Tensor:
-    """Weights w = exp(old_logps - rollout_logps), for `fused_grpo_loss(rollout_weights=...)`.
+    """Returns weights w = exp(old_logps - rollout_logps), for `fused_grpo_loss(rollout_weights=...)`.
 
     old_logps, rollout_logps (B, T) nats; a NaN rollout log-probability counts as w = 1.
     level, as GRPOConfig.importance_sampling_level: "token" -> (B, T); "sequence" (OpenRLHF, verl) and "sequence_sum"
@@ -397,7 +398,7 @@ def rollout_weights(
 
 
 def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, top: float = 0.2) -> Tensor:
-    """The entropy () in nats above which the `top` share of the unmasked tokens lies: GRPOConfig.entropy_threshold.
+    """Returns the entropy () in nats above which the `top` share of the unmasked tokens lies, an entropy_threshold.
 
     entropy (B, T) or (N,) of the whole batch, as `fused_logps(..., entropy=True)` returns it under no_grad.
     Data-parallel ranks gather their entropies first, so that all take the same threshold (arXiv:2506.01939, the

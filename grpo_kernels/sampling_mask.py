@@ -43,9 +43,9 @@ class SamplingMask:
     def from_lists(
         cls, kept: Sequence[Sequence[int] | Sequence[Sequence[int]]], *, length: int | None = None
     ) -> SamplingMask:
-        """From one list of kept ids per token: a list of tokens (packed), or a list of sequences of tokens.
+        """Takes one list of kept ids per token: a list of tokens (packed), or a list of sequences of tokens.
 
-        Sequences may differ in length; up to `length`, by default that of the longest, they are padded with count 0.
+        Sequences may differ in length; up to `length`, by default the longest one's, they are padded with count 0.
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
         """
         length = as_python(length)
@@ -82,7 +82,7 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, kept: Tensor, padding: int = -1) -> SamplingMask:
-        """From ids (B, T, K) or packed (N, K), with `padding` in the places that are not used. They are sorted."""
+        """Takes ids (B, T, K) or packed (N, K), with `padding` in the places that are not used. They are sorted."""
         check_plain("kept", kept)
         padding = as_python(padding)
         if type(padding) is not int:
@@ -99,11 +99,11 @@ class SamplingMask:
         return self.counts.shape
 
     def to(self, device: torch.device | str | int) -> SamplingMask:
-        """The same on another device."""
+        """Returns the same on another device."""
         return SamplingMask(self.ids.to(device), self.counts.to(device))
 
     def __getitem__(self, rows: slice | Tensor | Iterable[int]) -> SamplingMask:
-        """Sequences of a (B, T) mask, tokens of a packed one: a slice, indices or a bool tensor. Reads the device."""
+        """Returns sequences of a (B, T) mask, tokens of a packed one: a slice, indices or bools. Reads the device."""
         if not isinstance(rows, Tensor):
             chosen = [*(range(len(self.counts))[rows] if isinstance(rows, slice) else rows)]
             rows = torch.tensor(chosen, dtype=None if chosen else torch.int64)  # bools select, integers index
@@ -122,14 +122,14 @@ def _is_list(x: object) -> bool:
 
 
 def _elements(x: Any) -> list[Any]:
-    """The elements of an argument `kept`, or of an entry of it."""
+    """Returns the elements of an argument `kept`, or of an entry of it."""
     if not _is_list(x):
         raise TypeError(f"kept is or holds {x!r}; expected one list of ids for each token, or for each of a sequence")
     return list(x)
 
 
 def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor) -> None:
-    """`mask` fits tokens of this shape, on the device of `like`."""
+    """Checks that `mask` fits tokens of this shape, on the device of `like`."""
     if mask is None:
         return
     if not isinstance(mask, SamplingMask):

@@ -40,7 +40,7 @@ class Teacher:
     logit_softcap: float | None = None
 
     def to(self, device: torch.device | str | int) -> Teacher:
-        """The same on another device."""
+        """Returns the same on another device."""
         bias = None if self.bias is None else self.bias.to(device)
         return replace(self, hidden=self.hidden.to(device), weight=self.weight.to(device), bias=bias)
 
@@ -68,7 +68,7 @@ class TopKTeacher:
     does not use. logps: the same shape, floating point: the teacher's log-probabilities of these ids, nats, at the
     temperature of the loss. mode: what the divergence takes for the other ids (docs: grpo_kernels/README.md).
         "tail"         one more outcome, with what mass is left on either side
-        "truncate"     nothing: the sums run over the K ids alone, and may be below 0
+        "truncate"     nothing: the sums run over the K ids, and may be below 0
         "renormalize"  nothing: both distributions are divided by their mass over the K ids
 
     Raises TypeError or ValueError, by name; on a CPU (on a GPU with GRPO_KERNELS_DEBUG=1) also for ids that repeat,
@@ -104,12 +104,12 @@ class TopKTeacher:
             raise ValueError(f"TopKTeacher.logps of a token add up to a mass of {float(mass.max()):.4f}; expected <= 1")
 
     def to(self, device: torch.device | str | int) -> TopKTeacher:
-        """The same on another device."""
+        """Returns the same on another device."""
         return replace(self, ids=self.ids.to(device), logps=self.logps.to(device))
 
     @property
     def sampling_mask(self) -> SamplingMask:
-        """The same ids as the ids that a token keeps. With mode "renormalize", whose divergence is over them alone, a
+        """The same ids as the ids that a token keeps. With mode "renormalize", whose divergence is over these ids, a
         call with both takes the time of K ids (`fused_distillation_loss` makes it)."""
         return SamplingMask.from_padded(torch.where(self.ids < 0, -1, self.ids))
 
@@ -117,10 +117,10 @@ class TopKTeacher:
     def from_lists(
         cls, entries: Sequence[Sequence[Any]], *, length: int | None = None, mode: TopKMode = "tail"
     ) -> TopKTeacher:
-        """From what sampling engines return as top log-probabilities: for each sequence a list of tokens, each a
+        """Takes what sampling engines return as top log-probabilities: for each sequence a list of tokens, each a
         mapping of ids to log-probabilities (vLLM's, whose values may be objects with `logprob`), or a list of
         (log-probability, id, ...) (SGLang's), or None for a token without any. The result is (B, T, K); T is `length`,
-        by default that of the longest sequence."""
+        by default the longest sequence's."""
         if length is not None:
             length = check_count("length", length)
         rows = [[_top_pairs(token) for token in sequence] for sequence in entries]
@@ -142,7 +142,7 @@ class TopKTeacher:
 
 
 def _top_pairs(token: Any) -> list[tuple[int, float]]:
-    """(id, log-probability) of a token's entries."""
+    """Returns (id, log-probability) of a token's entries."""
     if token is None:
         return []
     pairs: list[tuple[Any, Any]] | None = None
@@ -186,7 +186,7 @@ def check_teacher(
     dtype: torch.dtype,
     mask: Tensor | None = None,
 ) -> None:
-    """The teacher fits the policy's hidden states and weight, whose products are in `dtype`, and this configuration."""
+    """Checks a teacher against the policy's hidden states and weight, whose products are in `dtype`, and config."""
     if teacher is None:
         if config.distill_coef != 0.0:
             raise ValueError(f"teacher is None and distill_coef={config.distill_coef}; the divergence needs a teacher")

@@ -23,7 +23,7 @@ _IN_THE_LOOP: dict[str, tuple[tuple[object, ...], str]] = {
 
 def left_to_the_loop(given: Mapping[str, Any], model_config: Any = None) -> Iterator[str]:
     """A sentence for each option in `given`, vars of a trl.GRPOConfig, with which TRL's trainer computes another loss
-    than the loss function alone."""
+    than the loss function."""
     given = {**given, "use_vllm": given["use_vllm"] and given["vllm_importance_sampling_correction"]}
     for name, (neutral, advice) in _IN_THE_LOOP.items():
         if given[name] not in neutral:

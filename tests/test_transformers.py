@@ -123,8 +123,8 @@ def test_shared_prompts_change_neither_loss_nor_gradients(family, masked):
 
 
 @pytest.mark.parametrize(("family", "words"), [
-    ("mamba", "the MambaForCausalLM keeps a cache of LinearAttentionLayer; expected one of keys and values alone"),
-    ("openai-gpt", "the OpenAIGPTLMHeadModel keeps no cache; expected one of keys and values alone"),
+    ("mamba", "the MambaForCausalLM keeps a cache of LinearAttentionLayer; expected one of keys and values only"),
+    ("openai-gpt", "the OpenAIGPTLMHeadModel keeps no cache; expected one of keys and values only"),
 ])  # fmt: skip
 def test_prompts_cannot_be_shared_by_a_model_without_keys_and_values(family, words):
     ids = torch.full((2, 6), 5)

@@ -20,15 +20,6 @@ from .plain import INTEGERS, PLAIN, check_gathered, check_kind, check_plain, che
 if TYPE_CHECKING:
     from ..objective.tokens import TokenInputs
 
-_REFERENCES = {
-    "fused_distillation_loss": "reference_grpo_loss",
-    "fused_divergence": "divergence",
-    "fused_grpo_loss": "reference_grpo_loss",
-    "fused_logps": "reference_logps",
-    "fused_policy_loss": "reference_logps",
-    "grpo_loss_from_logits": "reference_loss_from_logits",
-    "grpo_loss_from_logps": "reference_loss_from_logps",
-}
 _THERE = " at every unmasked position"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -49,24 +40,23 @@ def check_config(config: object) -> None:
         raise TypeError(f"config is a {kind}; expected a grpo_kernels.GRPOConfig{hint}")
 
 
-def refuse_transforms(name: str, *tensors: object) -> None:
-    """Raise inside functorch transforms and forward-mode AD: the kernels support autograd's first backward only."""
-    transformed = _inside_transform()
-    if not transformed:
+def refuse_transforms(function: str, *tensors: object) -> None:
+    """Raises inside functorch transforms and forward-mode AD: the kernels have autograd's first backward only."""
+    what = "a torch.func transform (grad, vjp, jvp, jacrev, hessian, vmap)"
+    if not _inside_transform():
         if forward_ad._current_level < 0:
             return
-        duals = (forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor))
-        if not any(duals):
+        what = "forward-mode AD"
+        if all(forward_ad.unpack_dual(x).tangent is None for x in tensors if isinstance(x, Tensor)):
             return
-    what = "a torch.func transform (grad, vjp, jvp, jacrev, hessian, vmap)" if transformed else "forward-mode AD"
     raise RuntimeError(
-        f"grpo_kernels.{name} was called inside {what}, which its kernels do not support; use loss.backward() or "
-        f"torch.autograd.grad outside of it, or {_REFERENCES[name]} of grpo_kernels.reference, which is plain PyTorch"
+        f"grpo_kernels.{function} was called inside {what}, which its kernels do not support; use loss.backward() or "
+        "torch.autograd.grad outside of it, or the functions of grpo_kernels.reference, which are plain PyTorch"
     )
 
 
 def _inside_transform() -> bool:
-    """Whether functorch transforms the caller."""
+    """Returns whether functorch transforms the caller."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
@@ -75,54 +65,52 @@ _inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def products_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The type in which torch.nn.functional.linear would compute with these under autocast. Else float32 for a float32
-    head of 16-bit hidden states, as lm_head(hidden.float()). None where the inputs stay as they are."""
+    """Returns the type in which torch.nn.functional.linear would compute with these under autocast, else float32 for a
+    float32 head of 16-bit hidden states, as in lm_head(hidden.float()). None: in the type of the inputs."""
     device = hidden.device.type if isinstance(hidden, Tensor) else "meta"
     if device == "meta":
         return None  # the checks refuse it
+    head = [x for x in (weight, bias) if isinstance(x, Tensor)]
     if torch.is_autocast_enabled(device):
-        given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
-        if all(x.dtype != torch.float64 and x.is_floating_point() for x in given):
-            return torch.get_autocast_dtype(device)
-        return None  # autocast leaves these alone; the checks then say which types do not fit
-    if hidden.dtype in (torch.bfloat16, torch.float16):
-        head = {x.dtype for x in (weight, bias) if isinstance(x, Tensor)}
-        return torch.float32 if head == {torch.float32} else None
-    return None
+        # Autocast leaves other types as they are; the checks then say which do not fit.
+        taken = all(x.dtype != torch.float64 and x.is_floating_point() for x in (hidden, *head))
+        return torch.get_autocast_dtype(device) if taken else None
+    is_narrow = hidden.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_narrow and {x.dtype for x in head} == {torch.float32} else None
 
 
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Logits have the type of the inputs, or float32 from 16-bit inputs."""
-    if logits_dtype is None:
-        return
+    """Raises unless logits have the type of the inputs, or float32 from 16-bit inputs."""
     allowed = {dtype, torch.promote_types(dtype, torch.float32)}
-    if logits_dtype not in allowed:
+    if logits_dtype is not None and logits_dtype not in allowed:
         names = " or ".join(sorted(map(str, allowed)))
         raise ValueError(f"logits_dtype={logits_dtype} with {dtype} inputs; expected {names}")
 
 
 def check_float(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """x is a plain tensor on the device of `like`, of a type that the kernels take."""
+    """Checks that x is a plain tensor on the device of `like`, of a type that the kernels take."""
     check_tensor(name, x, like)
-    if x.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, where tensors have no values")
+    _refuse_meta(name, x)
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
+
+
+def _refuse_meta(name: str, x: Tensor) -> None:
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, where tensors have no values")
 
 
 def check_lm_head(
     function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
 ) -> torch.dtype | None:
-    """hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together.
+    """Checks that hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together.
 
     They have one type, unless the products are computed in another, which is returned.
     """
     refuse_transforms(function, hidden, weight, bias)
     compute_dtype = products_dtype(hidden, weight, bias)
     check_float("hidden", hidden)
-    head = {"lm_head_weight": weight}
-    if bias is not None:
-        head["lm_head_bias"] = bias
+    head = {"lm_head_weight": weight} | ({} if bias is None else {"lm_head_bias": bias})
     for name, x in head.items():
         check_tensor(name, x, hidden)
         if x.dtype is not hidden.dtype or type(x) not in PLAIN:
@@ -130,7 +118,7 @@ def check_lm_head(
         check_gathered(name, x)
     check_tensor("completion_ids", ids, hidden)
     check_shape("hidden", hidden, hidden.dim() in (2, 3), "(B, T, H) or packed (N, H)")
-    shape, leading, width = weight.shape, hidden.shape[:-1], hidden.shape[-1]
+    shape, width = weight.shape, hidden.shape[-1]
     check_shape("hidden", hidden, width > 0, "hidden states of H >= 1 numbers")
     if len(shape) != 2 or shape[1] != width:
         raise ValueError(f"lm_head_weight has shape {tuple(shape)}; expected (V, H) with H = {width} as in hidden")
@@ -144,52 +132,51 @@ def check_lm_head(
             )
     if bias is not None:
         check_shape("lm_head_bias", bias, bias.shape == shape[:1], tuple(shape[:1]))
-    check_ids(ids, leading, "hidden")
+    check_ids(ids, hidden.shape[:-1], "hidden")
     return compute_dtype
 
 
-def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
+def check_ids(ids: Tensor, leading: torch.Size, input_name: str) -> None:
+    """Checks the type of completion_ids, and that they have the shape `leading` of the input of this name."""
     if ids.dtype not in INTEGERS:
         raise TypeError(f"completion_ids is {ids.dtype}; expected int64")
     if ids.shape != leading:
         hint = ""
         if len(leading) == 2 and ids.dim() == 2 and leading[1] == ids.shape[1] + 1:
-            hint = f"; row t must predict completion_ids[:, t], so drop the last position: {owner}[:, :-1]"
+            hint = f"; row t must predict completion_ids[:, t], so drop the last position: {input_name}[:, :-1]"
         raise ValueError(
-            f"completion_ids has shape {tuple(ids.shape)} and {owner} {tuple(leading)} before its last dimension; "
+            f"completion_ids has shape {tuple(ids.shape)} and {input_name} {tuple(leading)} before its last dimension; "
             f"expected the same{hint}"
         )
 
 
 def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
-    """A float32 buffer that can take the gradient of this weight."""
+    """Checks that `total` is a float32 buffer that can take the gradient of this weight."""
     name = "accumulate_into"
     check_tensor(name, total, weight)
     if total.dtype != torch.float32 or weight.dtype == torch.float64:
-        raise TypeError(
-            f"{name} is {total.dtype} for a weight of {weight.dtype}; expected float32, and no float64 weight"
-        )
-    if total.shape != weight.shape or not total.is_contiguous():
-        raise ValueError(
-            f"{name} has shape {tuple(total.shape)} and strides {total.stride()}; expected a contiguous "
-            f"{tuple(weight.shape)} like lm_head_weight"
-        )
-    if total.requires_grad:
-        raise ValueError(f"{name} requires a gradient; expected a buffer that gradients are added to")
-    if not (weight.requires_grad and weight.is_leaf):
-        raise ValueError(
-            f"{name} is given, and lm_head_weight is no leaf that requires a gradient: nothing would be added"
-        )
-    if torch.compiler.is_compiling():  # such a call takes none, and dynamo has neither bits nor addresses
-        return
-    if total.is_neg():
-        raise ValueError(f"{name} is a negated view; expected a buffer that stores its elements")
-    if total.data_ptr() == weight.data_ptr() and total.numel():
-        raise ValueError(f"{name} is the memory of lm_head_weight; expected a buffer of its own")
+        kinds = f"{total.dtype} for a weight of {weight.dtype}"
+        raise TypeError(f"{name} is {kinds}; expected float32, and no float64 weight")
+    fits = total.shape == weight.shape and total.is_contiguous()
+    check_shape(name, total, fits, f"a contiguous {tuple(weight.shape)} like lm_head_weight")
+    eager = not torch.compiler.is_compiling()  # dynamo has neither bits nor addresses, and such a call takes no buffer
+    problems = {
+        "requires a gradient; expected a buffer that gradients are added to": total.requires_grad,
+        "is given, and lm_head_weight is no leaf that requires a gradient: nothing would be added": (
+            not (weight.requires_grad and weight.is_leaf)
+        ),
+        "is a negated view; expected a buffer that stores its elements": eager and total.is_neg(),
+        "is the memory of lm_head_weight; expected a buffer of its own": (
+            eager and total.numel() > 0 and total.data_ptr() == weight.data_ptr()
+        ),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"{name} {problem}")
 
 
 def check_tensor(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """x is a plain tensor on the device of `like`."""
+    """Checks that x is a plain tensor on the device of `like`."""
     if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or not x.numel():
         check_plain(name, x)
     if like is not None and x.device != like.device:
@@ -199,7 +186,7 @@ def check_tensor(name: str, x: Tensor, like: Tensor | None = None) -> None:
 def check_token_tensor(
     name: str, x: Tensor | None, shape: torch.Size, num_sequences: int, like: Tensor, *, per_sequence: bool = False
 ) -> None:
-    """x has one value per token, `shape`, or with per_sequence also (S,) or (S, 1)."""
+    """Checks that x has one value per token, `shape`, or with per_sequence also (S,) or (S, 1)."""
     if x is None:
         return
     check_tensor(name, x, like)
@@ -220,7 +207,7 @@ def check_token_tensor(
 def temperature_per_token(
     temperature: Tensor, shape: torch.Size, num_sequences: int, like: Tensor, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """A tensor of temperatures with one element or the shape of the tokens; one per sequence is repeated."""
+    """Returns a tensor of temperatures with one element or the shape of the tokens; one per sequence is repeated."""
     if temperature.numel() == 1:
         check_one_element("temperature", temperature)
         return temperature
@@ -234,17 +221,16 @@ def temperature_per_token(
 
 
 def check_one_element(name: str, x: Tensor) -> None:
-    """x holds one real number, on any device that holds values."""
+    """Checks that x holds one real number, on any device that holds values."""
     check_plain(name, x)
     check_shape(name, x, x.numel() == 1, "a number or a tensor of one element")
     if x.dtype not in NUMBERS:
         raise TypeError(f"{name} is {x.dtype}; expected a number, or a tensor of a float or integer type")
-    if x.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, where tensors have no values")
+    _refuse_meta(name, x)
 
 
 def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """A number or one-element tensor as a tensor () of this type; a number of items counts as at least 1."""
+    """Returns a number or one-element tensor as a tensor () of this type; a number of items as at least 1."""
     if x is None:
         return None
     counts_items = name == "num_items_in_batch"  # 0: a batch without any unmasked token
@@ -252,29 +238,33 @@ def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device
         check_one_element(name, x)
         x = x.detach().reshape(()).to(device=device, dtype=dtype)
         return torch.where(x < 0, x, x.clamp(min=1)) if counts_items else x  # a negative one is refused with the values
-    x = check_number(name, x, dtype=dtype, **({"low": 0.0} if counts_items else {"above": 0.0}))
-    return torch.full((), max(float(x), 1.0) if counts_items else float(x), dtype=dtype, device=device)
+    number = float(check_number(name, x, dtype=dtype, **({"low": 0.0} if counts_items else {"above": 0.0})))
+    return torch.full((), max(number, 1.0) if counts_items else number, dtype=dtype, device=device)
 
 
-def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidden") -> int:
-    """Sequences of a (B, T) batch or of a packed one."""
+def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, input_name: str = "hidden") -> int:
+    """Returns the number of sequences of a (B, T) batch or of a packed one, whose offsets are checked."""
     if ids.dim() == 2:
         if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens belongs to packed (N, ...) inputs; {owner} holds a (B, T) batch: give one")
+            raise ValueError(f"cu_seqlens is for packed (N, ...) inputs; {input_name} holds a (B, T) batch: give one")
         return ids.shape[0]
-    check_shape("logps" if owner == "logps" else "completion_ids", ids, ids.dim() == 1, "(B, T) or packed (N,)")
+    name = "logps" if input_name == "logps" else "completion_ids"
+    check_shape(name, ids, ids.dim() == 1, "(B, T) or packed (N,)")
     if cu_seqlens is None:
-        raise ValueError(f"{owner} is packed, {ids.numel()} tokens without a batch dimension, and cu_seqlens is None")
+        raise ValueError(f"{input_name} is packed, {ids.numel()} tokens without a batch dimension; cu_seqlens is None")
     check_tensor("cu_seqlens", cu_seqlens, ids)
     fits = cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
     check_kind("cu_seqlens", cu_seqlens, fits, "int32 or int64 (S + 1,), S >= 1")
     return cu_seqlens.numel() - 1
 
 
-def checks_values(device: torch.device) -> bool:
-    """Whether checks that read data are on for this device, and not those of a function that is being compiled.
+# --- checks of values -------------------------------------------------------------------------------------------------
 
-    Such a function has no data yet. The operators in it look at theirs when it runs.
+
+def checks_values(device: torch.device) -> bool:
+    """Returns whether checks that read data are on for this device.
+
+    A function that is being compiled has no data yet. The operators in it look at theirs when it runs.
     """
     if torch.compiler.is_compiling():
         return False
@@ -282,7 +272,7 @@ def checks_values(device: torch.device) -> bool:
 
 
 def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: Tensor | None) -> None:
-    """ids in [0, V) at unmasked positions; cu_seqlens runs from 0 to N without a step back."""
+    """Checks that ids lie in [0, V) at unmasked positions, and cu_seqlens."""
     if not checks_values(ids.device):
         return
     if ids.numel():
@@ -295,22 +285,15 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
 
 
 def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -> None:
-    """The counts of a SamplingMask are >= 0 and add up to its ids, which ascend within a token, in [0, vocab_size)."""
+    """Checks that the counts of a SamplingMask add up to its ids, which ascend within a token, in [0, vocab_size)."""
     if not checks_values(ids.device):
         return
-    flat = counts.reshape(-1)
-    if flat.numel() and int(flat.min()) < 0:
-        raise ValueError(f"SamplingMask.counts holds {int(flat.min())}; expected counts >= 0")
-    ends = flat.cumsum(0)
+    check_range("SamplingMask.counts", counts)
+    ends = counts.reshape(-1).cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
     if total != ids.numel():
         raise ValueError(f"SamplingMask.counts add up to {total}; expected {ids.numel()}, one per id")
-    if ids.numel() == 0:
-        return
-    if int(ids.min()) < 0:
-        raise ValueError(f"SamplingMask.ids holds {int(ids.min())}; expected ids >= 0")
-    if vocab_size is not None and int(ids.max()) >= vocab_size:
-        raise ValueError(f"SamplingMask.ids holds {int(ids.max())}; expected ids < {vocab_size}, the vocabulary")
+    check_range("SamplingMask.ids", ids, vocab_size, "the vocabulary")
     wrong = ids[1:] <= ids[:-1]
     firsts = ends[(ends > 0) & (ends < total)]
     wrong[firsts - 1] = False  # from the last id of a token to the first of the next
@@ -324,8 +307,18 @@ def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -
         )
 
 
+def check_range(name: str, x: Tensor, end: int | None = None, what: str = "", *, least: int = 0) -> None:
+    """Checks that integers are at least `least`, and below `end`, which is the size of `what`."""
+    low, high = (int(bound) for bound in x.aminmax()) if x.numel() else (least, least)
+    noun = name.rpartition(".")[2]
+    if low < least:
+        raise ValueError(f"{name} holds {low}; expected {noun} >= {least}")
+    if end is not None and x.numel() and high >= end:
+        raise ValueError(f"{name} holds {high}; expected {noun} < {end}, {what}")
+
+
 def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
-    """cu_seqlens runs from 0 to N without a step back: kernels use it as addresses."""
+    """Checks that cu_seqlens runs from 0 to N without a step back: kernels use it as addresses."""
     if cu_seqlens is not None and checks_values(cu_seqlens.device):
         ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
         if ends != (0, num_tokens) or bool((cu_seqlens.diff() < 0).any()):
@@ -333,7 +326,7 @@ def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
 
 
 def check_token_values(inputs: TokenInputs) -> None:
-    """Numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown and is fine."""
+    """Refuses numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown."""
     if not checks_values(inputs.advantages.device):
         return
     if inputs.cu_seqlens is not None:
@@ -344,25 +337,24 @@ def check_token_values(inputs: TokenInputs) -> None:
         if x is not None:
             check_numbers(name, x, mask, inputs.cu_seqlens, low=low, high=high, expected=expected)
     check_temperature(inputs.temperature, mask)
-    denominators = {
-        "num_items_in_batch or normalizer": inputs.normalizer,
-        "entropy_normalizer": inputs.entropy_normalizer,
-    }
-    for name, x in denominators.items():
-        if x is not None and not SMALLEST <= x.item() < math.inf:
-            raise ValueError(f"{name}={x.item()}; expected a positive finite number, in float32")
-    if inputs.entropy_coef is not None and not 0 <= inputs.entropy_coef.item() < math.inf:
-        raise ValueError(f"entropy_coef={inputs.entropy_coef.item()}; expected a finite number >= 0")
+    positive = SMALLEST, "a positive finite number, in float32"
+    for name, x, (low, expected) in (
+        ("num_items_in_batch or normalizer", inputs.normalizer, positive),
+        ("entropy_normalizer", inputs.entropy_normalizer, positive),
+        ("entropy_coef", inputs.entropy_coef, (0.0, "a finite number >= 0")),
+    ):
+        if x is not None and not low <= x.item() < math.inf:
+            raise ValueError(f"{name}={x.item()}; expected {expected}")
 
 
 def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
-    """(S,) = (N,): one value per sequence is one per token, unless a sequence is empty and another one longer."""
+    """Refuses (S,) = (N,): one value per sequence is one per token, unless a sequence is empty and another longer."""
     sequences = cu_seqlens.numel() - 1
+    if int(cu_seqlens[-1]) != sequences or not bool((cu_seqlens.diff() != 1).any()):
+        return
     for name in ("advantages", "rollout_weights", "token_weights"):
         x = getattr(inputs, name)
-        if x is None or x.shape != (sequences,) or int(cu_seqlens[-1]) != sequences:
-            continue
-        if bool((cu_seqlens.diff() != 1).any()):
+        if x is not None and x.shape == (sequences,):
             raise ValueError(
                 f"{name} has shape ({sequences},), and there are as many tokens as sequences, of which some are empty: "
                 f"it may hold one value per token or one per sequence. Pass ({sequences}, 1) for one per sequence, or "
@@ -371,14 +363,11 @@ def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
 
 
 def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
-    """A tensor of temperatures is positive and finite at unmasked positions."""
-    if temperature is None or not checks_values(temperature.device) or temperature.numel() == 0:
-        return
-    least, most = temperature.aminmax()
-    if not SMALLEST <= least.item() <= most.item() <= LARGEST:
+    """Checks that a tensor of temperatures is positive and finite at unmasked positions."""
+    if temperature is not None:
         mask = mask if mask is not None and mask.shape == temperature.shape else None
-        wrong = ~((temperature >= SMALLEST) & (temperature <= LARGEST))
-        _name_first("temperature", temperature, wrong, f"a positive finite number{_THERE}, in float32", mask)
+        expected = f"a positive finite number{_THERE}, in float32"
+        check_numbers("temperature", temperature, mask, low=SMALLEST, high=LARGEST, expected=expected)
 
 
 def check_numbers(
@@ -391,19 +380,18 @@ def check_numbers(
     high: float = math.inf,
     expected: str = f"a number{_THERE}",
 ) -> None:
-    """Numbers in [low, high], and no NaN, at unmasked positions of x, (S,), (S, 1) or of the mask's shape."""
-    if not checks_values(x.device) or x.numel() == 0:
-        return
-    least, most = x.aminmax()
-    if low <= least.item() and most.item() <= high:
-        return
-    _name_first(name, x, ~((x >= low) & (x <= high)), expected, mask, cu_seqlens)
+    """Checks that numbers lie in [low, high], and none is NaN, at unmasked positions of x, (S,), (S, 1) or of the
+    mask's shape."""
+    if checks_values(x.device) and x.numel():
+        least, most = x.aminmax()
+        if not low <= least.item() <= most.item() <= high:
+            _name_first(name, x, ~((x >= low) & (x <= high)), expected, mask, cu_seqlens)
 
 
 def _name_first(
     name: str, x: Tensor, wrong: Tensor, expected: str, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> None:
-    """Raise with the first position of `wrong` that the mask leaves, if there is one."""
+    """Raises with the first position of `wrong` that the mask leaves, if there is one."""
     if mask is not None and x.shape == mask.shape:
         wrong = wrong & mask
     elif mask is not None and x.dim() > 0:  # one value per sequence, which counts if a token of it does
@@ -417,19 +405,7 @@ def _name_first(
         raise ValueError(f"{name}{place} = {x[tuple(where)].item()}; expected {expected}")
 
 
-def check_finite(name: str, x: Tensor, expected: str) -> None:
-    """No infinity and no NaN in a result."""
+def check_finite(name: str, x: Tensor, expected: str, *, allows_nan: bool = False) -> None:
+    """Checks that there is no infinity, and no NaN either unless it `allows_nan`."""
     if checks_values(x.device) and not math.isfinite(x.sum().item()):
-        _name_first(name, x, ~x.isfinite(), expected)
-
-
-def check_rewards_finite(name: str, rewards: Tensor, *, nan_is_no_verdict: bool = True) -> None:
-    """No infinity, whose advantages would be NaN; with `nan_is_no_verdict` NaN stands for a completion without a
-    verdict, else it is refused too."""
-    if not checks_values(rewards.device) or math.isfinite(rewards.sum().item()):
-        return
-    if nan_is_no_verdict:
-        _name_first(name, rewards, rewards.isinf(), "a finite number, or NaN for no verdict")
-        return
-    advice = "for completions without a verdict pass advantages=group_advantages(rewards, ...), where NaN means that"
-    _name_first(name, rewards, ~rewards.isfinite(), f"a finite number; {advice}")
+        _name_first(name, x, x.isinf() if allows_nan else ~x.isfinite(), expected)

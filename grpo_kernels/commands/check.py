@@ -1,4 +1,4 @@
-"""`grpo-kernels check`: every variant x backend x type on this machine, against the reference in float64.
+"""`grpo-kernels check`: every variant on every backend in every type of this machine, against float64.
 
 Small batches away from every kink: where branches meet, rounding decides in any implementation. The bound is the error
 of eager PyTorch on the same inputs, its logits in the type of the inputs and the rest in float32, plus some slack.
@@ -6,9 +6,9 @@ of eager PyTorch on the same inputs, its logits in the type of the inputs and th
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -31,7 +31,7 @@ LENGTHS = (6, 5, 6, 3, 1, 6)  # of the unmasked part of each sequence
 # of one to float16. So small a batch averages little: which of two equally good implementations is closer to the truth
 # is chance, most of all for the ratio of a whole sequence, which multiplies the roundings of its tokens.
 SLACK = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 4e-4}
-# The ratio of a whole sequence multiplies those of its tokens, whose roundings add up as a random walk does.
+# The ratio of a whole sequence multiplies its tokens' ratios, whose roundings add up as a random walk does.
 ROUNDINGS = {"sequence_sum": math.sqrt(LENGTH)}
 # Log-ratios: inside and outside of the clip range [log 0.8, log 1.2] and of CISPO's cap, 0.06 away from each bound.
 LOG_RATIOS = (-0.45, -0.1, 0.1, 0.45)
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def check(backend: str | None = None, *, quick: bool = False) -> bool:
-    """Print the environment and a line per backend, device and type. Returns whether all passed."""
+    """Prints the environment and a line per backend, device and type. Returns whether all passed."""
     devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
     asked = [(name, device) for device in devices for name in (candidates(device) if backend is None else (backend,))]
     pairs = [(name, device) for name, device in asked if not unavailable_reason(name, device)]
@@ -97,26 +97,31 @@ def check(backend: str | None = None, *, quick: bool = False) -> bool:
 
 
 def variants(*, quick: bool = False) -> list[Variant]:
-    """Every surrogate at each of its levels with every KL estimator, or with one; aggregations take turns."""
+    """Returns every surrogate at each of its levels with every KL estimator, or with one; aggregations take turns."""
     points = [(name, level) for name in get_args(Surrogate) for level in SURROGATE_RULES[name].levels]
-    if quick:
-        chosen = [(*point, KL_ESTIMATORS[i % len(KL_ESTIMATORS)]) for i, point in enumerate(points)]
-    else:
-        chosen = [(*point, kl) for point, kl in itertools.product(points, KL_ESTIMATORS)]
+    chosen = [
+        (*point, kl)
+        for i, point in enumerate(points)
+        for kl in ([KL_ESTIMATORS[i % len(KL_ESTIMATORS)]] if quick else KL_ESTIMATORS)
+    ]
     return [Variant(*point, AGGREGATIONS[i % len(AGGREGATIONS)]) for i, point in enumerate(chosen)]
 
 
 def compare_eager(variant: Variant, index: int, dtype: torch.dtype) -> Case:
-    """A case: its exact results, and the errors of eager PyTorch."""
+    """Makes a case: its inputs, their exact results, and the errors of eager PyTorch."""
     leaves, arguments, config = make_inputs(variant, index, dtype)
     exact = eager(leaves, arguments, config, torch.float64, torch.float64)
-    scale = loss_scale(arguments, config, exact)
+    # sum of |weight x advantage x logp|: terms of about this size may cancel in the loss
+    length = config.max_completion_length
+    sums = GRPOConfig(surrogate="reinforce", aggregation=config.aggregation, max_completion_length=length)
+    mask, sizes = arguments["completion_mask"], arguments["advantages"].double().abs()
+    scale = reference_loss_from_logps(exact["logps"], sizes, completion_mask=mask, config=sums).loss.item()
     allowed = errors(eager(leaves, arguments, config, dtype, torch.float32), exact, scale)
     return Case(variant, leaves, arguments, config, exact, allowed, scale)
 
 
 def compare(cases: list[Case], backend: str, device: torch.device) -> tuple[float, str, int, str]:
-    """The largest error beyond eager's, where it is, how many variants ran, and what one of them raised, if any."""
+    """Returns the largest error beyond eager's, where it is, how many variants ran, and what one of them raised."""
     largest, worst = -math.inf, ""
     for done, case in enumerate(cases):
         try:
@@ -136,31 +141,25 @@ def compare(cases: list[Case], backend: str, device: torch.device) -> tuple[floa
 def make_inputs(
     variant: Variant, index: int, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], GRPOConfig]:
-    """Leaves and arguments of a call, and its configuration; `index` decides the random numbers, and options that take
-    turns."""
+    """Returns leaves and arguments of a call, and its configuration; `index` decides the random numbers, and options
+    that take turns."""
     g = torch.Generator().manual_seed(index)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g)
-
-    def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=g)
-
-    shape = (SEQUENCES, LENGTH)
-    leaves = {"hidden": normal(*shape, WIDTH).to(dtype), "weight": (normal(VOCAB, WIDTH) * 0.2).to(dtype)}
+    normal, shape = partial(torch.randn, generator=g), (SEQUENCES, LENGTH)
+    leaves = {"hidden": normal(*shape, WIDTH), "weight": normal(VOCAB, WIDTH) * 0.2}
     if index % 3 != 1:
-        leaves["bias"] = (normal(VOCAB) * 0.5).to(dtype)
+        leaves["bias"] = normal(VOCAB) * 0.5
+    leaves = {name: x.to(dtype) for name, x in leaves.items()}
     ids = torch.randint(VOCAB, shape, generator=g)
     mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
     mask[0, 1] = False  # a hole, as a tool's answer leaves
-    advantages = uniform(0.5, 1.5, SEQUENCES) * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    advantages = (0.5 + torch.rand(SEQUENCES, generator=g)) * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
     temperature = (1.0, 0.8)[index % 2]
-
     logits = logits_of({name: x.double() for name, x in leaves.items()})
     logps, _ = reference_logps(logits, ids, temperature=temperature)
     log_ratio = _log_ratios(variant, mask, g)
     old = logps - log_ratio
-    distance = uniform(0.1, 0.6, *shape) * torch.where(normal(*shape) > 0, 1.0, -1.0)  # |k1| has a corner at 0
+    # |k1| has a corner at 0
+    distance = (0.1 + 0.5 * torch.rand(shape, generator=g)) * torch.where(normal(*shape) > 0, 1.0, -1.0)
     arguments = {
         "completion_ids": ids,
         "advantages": advantages,
@@ -168,7 +167,7 @@ def make_inputs(
         "old_logps": old.float(),
         "ref_logps": (logps + distance).float(),
     }
-    bounds: dict[str, float] = {}
+    bounds: dict[str, Any] = {"epsilon_high": 1.3} if variant.surrogate == "cispo" else {}
     if SURROGATE_RULES[variant.surrogate].divides_by_rollout:
         arguments["rollout_logps"] = arguments["old_logps"]
         p, q = logps.exp(), old.exp()
@@ -176,8 +175,6 @@ def make_inputs(
         bound = _widest_gap((q * -log_ratio + of_others if variant.surrogate == "dppo_kl" else (p - q).abs())[mask])
         sides = ("epsilon_high",) if variant.surrogate == "ipo" else ("epsilon_low", "epsilon_high")
         bounds = dict.fromkeys(sides, bound)
-    elif variant.surrogate == "cispo":
-        bounds = {"epsilon_high": 1.3}
     config = GRPOConfig(
         surrogate=variant.surrogate,
         importance_sampling_level=variant.level,
@@ -188,13 +185,13 @@ def make_inputs(
         temperature=temperature,
         entropy_coef=(0.0, 0.02)[index // 2 % 2],
         chunk_rows=(None, 7, 3)[index % 3],  # in one piece; whole sequences; parts of sequences
-        **bounds,  # type: ignore[arg-type]
+        **bounds,
     )
     return leaves, arguments, config
 
 
 def _log_ratios(variant: Variant, mask: Tensor, g: torch.Generator) -> Tensor:
-    """(B, T) float64: of every token, or of every sequence's mean or sum, near one of LOG_RATIOS."""
+    """Returns log-ratios (B, T) float64, of tokens or of the mean or sum of a sequence near one of LOG_RATIOS."""
     by_sequence = variant.level != "token" and variant.surrogate != "gmpo"  # GMPO clips tokens
     shape = (SEQUENCES, 1) if by_sequence else (SEQUENCES, LENGTH)
     values = torch.tensor(LOG_RATIOS, dtype=torch.float64)
@@ -208,7 +205,7 @@ def _log_ratios(variant: Variant, mask: Tensor, g: torch.Generator) -> Tensor:
 
 
 def _widest_gap(x: Tensor) -> float:
-    """A bound in the middle of the widest gap, by ratio, in the middle half of the values."""
+    """Returns a bound in the middle of the widest gap, by ratio, in the middle half of the values."""
     x = x.sort().values[len(x) // 4 : -(len(x) // 4)].log()
     i = int(x.diff().argmax())
     return float(((x[i] + x[i + 1]) / 2).exp())
@@ -218,7 +215,7 @@ def _widest_gap(x: Tensor) -> float:
 
 
 def fused(case: Case, backend: str, device: torch.device) -> dict[str, Tensor]:
-    """Values, gradients and metrics by name, from the package."""
+    """Returns values, gradients and metrics by name, from the package."""
     leaves = {name: x.to(device, copy=True).requires_grad_() for name, x in case.leaves.items()}
     options: dict[str, Any] = {name: x.to(device) for name, x in case.arguments.items()}
     options |= {"lm_head_bias": leaves.get("bias"), "config": case.config, "backend": backend}
@@ -232,14 +229,14 @@ def eager(
     product: torch.dtype,
     rest: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The same from the reference: logits in `product`, everything after them in `rest`."""
+    """Returns the same from the reference: logits in `product`, everything after them in `rest`."""
     leaves = {name: x.to(product, copy=True).requires_grad_() for name, x in leaves.items()}
     options: dict[str, Any] = {n: x.to(rest) if x.is_floating_point() else x for n, x in arguments.items()}
     return _results(reference_loss_from_logits(logits_of(leaves).to(rest), config=config, **options), leaves)
 
 
 def logits_of(leaves: dict[str, Tensor]) -> Tensor:
-    """(B, T, V)"""
+    """Returns logits (B, T, V)."""
     logits = leaves["hidden"] @ leaves["weight"].T
     return logits + leaves["bias"] if "bias" in leaves else logits
 
@@ -252,16 +249,8 @@ def _results(out: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().cpu().double() for name, x in found.items()}
 
 
-def loss_scale(arguments: dict[str, Tensor], config: GRPOConfig, exact: dict[str, Tensor]) -> float:
-    """sum of |weight x advantage x logp|: terms of about this size may cancel in the loss."""
-    length = config.max_completion_length
-    sums = GRPOConfig(surrogate="reinforce", aggregation=config.aggregation, max_completion_length=length)
-    mask, sizes = arguments["completion_mask"], arguments["advantages"].double().abs()
-    return reference_loss_from_logps(exact["logps"], sizes, completion_mask=mask, config=sums).loss.item()
-
-
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor], scale: float) -> dict[str, float]:
-    """Relative errors by name; of the loss to at least `scale`, of a metric to at least 1."""
+    """Returns relative errors by name; of the loss to at least `scale`, of a metric to at least 1."""
     out = {}
     for name, x in exact.items():
         least = scale if name == "loss" else 1.0 if name.startswith("metric") else 1e-30

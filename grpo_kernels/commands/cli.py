@@ -24,7 +24,7 @@ TRAINING = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The subcommands. Those of the trainer parse their own options."""
+    """Returns the parser of the subcommands; the trainer's parse their own options."""
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -42,13 +42,13 @@ def make_parser() -> argparse.ArgumentParser:
     env.add_argument("--json", action="store_true", help="the same for programs")
     what = "every variant on every available backend against float64; for bug reports and after an install"
     check = add("check", _check, what)
-    check.add_argument("--backend", choices=registered_backends(), help="this one alone")
+    check.add_argument("--backend", choices=registered_backends(), help="only this one")
     check.add_argument("--quick", action="store_true", help="each surrogate and ratio level with one KL estimator")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status."""
+    """Runs a subcommand and returns the exit status."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not hasattr(arguments, "command"):
@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    """The commands of the trainer, which parse their own options: all but the report need transformers."""
+    """Runs a command of the trainer, which parses its own options: all but the report need transformers."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # prompts and completions, whatever the locale
+        sys.stdout.reconfigure(errors="backslashreplace")  # prompts and completions, in any locale
     if arguments.name == "report":
         from ..trainer.report import run
 

@@ -1,6 +1,6 @@
 """`grpo-kernels env`: versions, devices, what is compiled in, and which backend each device would use and why.
 
-It needs torch alone, since it is used where something else is missing.
+It needs nothing but torch, since it is used where something else is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIABLES = (
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `render` shows, ready for JSON; never raises and warns of nothing, warnings are part of it."""
+    """Returns all that `render` shows, ready for JSON; never raises and warns of nothing: warnings are part of it."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         module, _ = compiled_module()
@@ -45,21 +45,16 @@ def collect() -> dict[str, Any]:
     return facts | {"warnings": list(dict.fromkeys(str(warning.message) for warning in said))}
 
 
-def versions_line(facts: dict[str, Any]) -> str:
-    """One line for the top of a bug report."""
-    versions = facts["versions"]
-    packages = ("grpo_kernels", "torch", "triton", "transformers", "python")
-    return (
-        ", ".join(f"{name} {versions[name] or 'not installed'}" for name in packages)
-        + f"; {facts['platform']}; CUDA of torch {versions['cuda_of_torch'] or 'none'}, "
-        f"of the kernels {versions['cuda_of_kernels'] or 'none'}, of the driver {versions['cuda_of_driver'] or 'none'}"
-        + (f" ({versions['driver']})" if versions["driver"] else "")
-    )
-
-
 def render(facts: dict[str, Any]) -> str:
-    """The same for people."""
-    lines = [versions_line(facts), ""]
+    """Returns the same for people. The first line holds the versions, for the top of a bug report."""
+    known = {name: version or "not installed" for name, version in facts["versions"].items()}
+    packages = ", ".join(
+        f"{name} {known[name]}" for name in ("grpo_kernels", "torch", "triton", "transformers", "python")
+    )
+    of_cuda = [facts["versions"][f"cuda_of_{part}"] or "none" for part in ("torch", "kernels", "driver")]
+    driver = f" ({known['driver']})" if facts["versions"]["driver"] else ""
+    cuda = "CUDA of torch {}, of the kernels {}, of the driver {}".format(*of_cuda)
+    lines = [f"{packages}; {facts['platform']}; {cuda}{driver}", ""]
     for device in facts["devices"]:
         lines.append(f"{device['device']:8}{_line_of_device(device)}")
         order = ", ".join(device["candidates"])
@@ -67,12 +62,12 @@ def render(facts: dict[str, Any]) -> str:
         lines += [f"{'':8}not {name!r}: {reason}" for name, reason in device["refused"].items()]
     seen = {name for device in facts["devices"] for name in device["candidates"]}
     lines += [f"{'':8}not {name!r}: {why}" for name, why in facts["backends"].items() if why and name not in seen]
-    table = facts["tuned_table"]
+    table, variables = facts["tuned_table"], facts["environment"]
     lines += [
         "",
         f"CUDA kernels built for: {facts['architectures'] or 'nothing'}",
         f"tuned launch table: {table['path'] if table['exists'] else 'none'}",
-        "environment: " + (" ".join(f"{k}={v}" for k, v in facts["environment"].items()) or "nothing set"),
+        "environment: " + (" ".join(f"{name}={value}" for name, value in variables.items()) or "nothing set"),
     ]
     return "\n".join([*lines, *(f"warning: {text}" for text in facts["warnings"])])
 
@@ -128,7 +123,7 @@ def _describe_device(device: torch.device, module: Any) -> dict[str, Any]:
 
 
 def _everywhere(name: str) -> str:
-    """Why no device here can use this backend, or nothing."""
+    """Returns why no device here can use this backend, or nothing."""
     reasons = [unavailable_reason(name, device) for device in _devices()]
     return "" if "" in reasons else unavailable_reason(name) or reasons[-1]
 

@@ -1,4 +1,4 @@
-"""Whether log-probabilities are those of the model's own logits, and if not, which usual mistake they look like."""
+"""Whether log-probabilities follow from the model's own logits, and if not, which usual mistake they look like."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "completion_ids", "completion_ma
 
 
 class Alignment(NamedTuple):
-    """aligned: whether the log-probabilities are those of the model's own logits, up to rounding.
+    """aligned: whether the log-probabilities follow from the model's own logits, up to rounding.
     error: the mean of their absolute differences over the scored tokens, in nats.
     message: one sentence; where they differ, with the mistake that explains it best.
     """
@@ -31,12 +31,12 @@ class Alignment(NamedTuple):
 def check_alignment(
     model: nn.Module, batch: Mapping[str, Any], logps: Tensor | None = None, *, temperature: float = 1.0
 ) -> Alignment:
-    """Compare log-probabilities of completions with those of the model's own logits.
+    """Compares log-probabilities of completions with the model's own logits.
 
     model: as in `fused_forward`. batch: its input_ids, completion_ids, attention_mask and completion_mask; other
     entries are arguments of the model's forward. A small batch: its logits are computed.
     logps: (B, T), in nats, what your own call of `fused_logps` or `fused_grpo_loss` (its `logps`) returned for this
-    batch; None: those of `fused_forward`. temperature: the one that they were computed with.
+    batch; None: what `fused_forward` gives. temperature: the one that they were computed with.
 
         out = fused_grpo_loss(hidden, model.lm_head.weight, completion_ids, ...)
         print(check_alignment(model, batch, out.logps).message)
@@ -104,7 +104,7 @@ def _logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def _mistakes(
     parts: CausalLM, hidden: Tensor, before_norm: Tensor | None, logits: Tensor, span: slice, temperature: float
 ) -> Iterator[tuple[str, Tensor, float]]:
-    """(mistake, logits of the scored positions with it, temperature), for those that this model allows."""
+    """Yields (mistake, logits of the scored positions with it, temperature), as far as this model allows it."""
     (scale, softcap), lm_head = parts.transform, parts.lm_head
     shifted = "hidden states one position {}: row t must be the one before completion_ids[:, t]"
     yield shifted.format("late"), logits[:, span.start + 1 :], temperature
@@ -117,15 +117,14 @@ def _mistakes(
     if before_norm is not None:
         head = lm_head_inputs(lm_head, before_norm[:, span])
         yield "hidden states before the final norm of the model", head_logits(head, scale, softcap), temperature
-    if scale != 1.0:
-        yield f"a forgotten logit_scale of {scale:.6g}", head_logits(right, 1.0, softcap), temperature
+    for other in dict.fromkeys(((1.0, softcap), (1 / scale, softcap), (scale, None), (1.0, None))):
+        forgotten = [f"logit_scale of {scale:.6g}"] if other[0] != scale else []
+        forgotten += [f"logit_softcap of {softcap:.6g}"] if other[1] != softcap else []
+        is_inverted = other[0] not in (scale, 1.0)
         inverted = f"an inverted logit_scale, {1 / scale:.6g} for {scale:.6g}"
-        yield inverted, head_logits(right, 1 / scale, softcap), temperature
-    if softcap is not None:
-        yield f"a forgotten logit_softcap of {softcap:.6g}", head_logits(right, scale, None), temperature
-    if scale != 1.0 and softcap is not None:
-        both = f"a forgotten logit_scale of {scale:.6g} and logit_softcap of {softcap:.6g}"
-        yield both, head_logits(right, 1.0, None), temperature
+        if forgotten:
+            mistake = inverted if is_inverted else "a forgotten " + " and ".join(forgotten)
+            yield mistake, head_logits(right, *other), temperature
     if right.bias is not None:
         yield "a forgotten lm_head_bias", head_logits(right._replace(bias=None), scale, softcap), temperature
     base = getattr(lm_head, "base_layer", getattr(lm_head, "original_module", None))

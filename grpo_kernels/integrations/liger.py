@@ -30,14 +30,14 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """loss, metrics = module(hidden, weight, ids, mask, advantages, ...), as Liger's module of this name.
 
     metrics are ([mean KL if beta != 0], share of clipped tokens). The arguments are Liger's; `compiled` and
-    `chunk_size` say how Liger computes, and change nothing here. sparse_backward, which Liger does not have, is that of
+    `chunk_size` say how Liger computes, and change nothing here. sparse_backward, which Liger does not have, is as in
     `grpo_kernels.GRPOConfig`. What differs:
 
     - "luspo" leaves padding out, and sums the tokens of a sequence where Liger takes their mean times the length. Both
       agree for sequence-level ratios with beta=0 and weights per sequence, which is LUSPO (arXiv:2602.05261).
     - The share of clipped tokens is measured after the clamp by delta, as in TRL, which shows where delta is below
       1 + epsilon_high.
-    - advantages may be (B, T); Liger takes (B,) alone.
+    - advantages may be (B, T); Liger takes only (B,).
     - An argument without effect raises a ValueError: delta with "cispo", "sapo" and "vespo"; reference
       log-probabilities with use_ref_model=False.
     """
@@ -83,7 +83,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(loss (), metrics), with gradients to _input (B, T, H), lin_weight (V, H) and bias (V,)."""
+        """Returns (loss (), metrics), with gradients to _input (B, T, H), lin_weight (V, H) and bias (V,)."""
         config = self._config()
         check_plain("attention_mask", attention_mask)
         if ref_per_token_logps is not None and not self.use_ref_model:
@@ -124,7 +124,7 @@ _OF_LIGER = ("compiled", "use_ref_model", "chunk_size")  # fields that GRPOConfi
 
 @lru_cache(maxsize=16)
 def _config(loss_type: str, importance_sampling_level: Level, **options: Any) -> GRPOConfig:
-    """The configuration of Liger's arguments, without those that the loss type does not read."""
+    """Returns the configuration of Liger's arguments, as far as the loss type reads them."""
     options["importance_sampling_level"] = importance_sampling_level
     found = options_of_loss_type(loss_type, options)
     check_one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
@@ -136,7 +136,7 @@ def _config(loss_type: str, importance_sampling_level: Level, **options: Any) ->
 
 
 def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
-    """Tokens of the whole batch over the number of ranks, at least 1, where a trainer averages gradients over ranks."""
+    """Returns tokens of the whole batch over ranks, at least 1, where a trainer averages gradients over ranks."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_items_in_batch is None:
         total = mask.sum(dtype=torch.float32)
@@ -148,8 +148,8 @@ def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) ->
 
 
 def _shared_evenly(ratio: Tensor, mask: Tensor) -> Tensor:
-    """Ratios (B, T) whose logarithms over the scored tokens add up to what Liger adds up for VESPO: the logarithm of
-    one ratio (B, 1), or those of all tokens, of padding too."""
+    """Returns ratios (B, T) whose logarithms over the scored tokens add up to what Liger adds up for VESPO: the
+    logarithm of one ratio (B, 1), or the logarithms of all tokens, of padding too."""
     if ratio.shape not in ((len(mask), 1), mask.shape):
         return ratio  # which the loss refuses
     total = ratio.log().clamp(math.log(1e-8), 20.0).sum(1, keepdim=True)
@@ -163,7 +163,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
     over labels other than ignore_index. beta: 0 is the forward KL, 1 the reverse KL, between them JSD. `compiled` and
     `chunk_size` change nothing here. A teacher with more ids than the student is refused: slice its weight.
 
-    With return_soft_hard_loss: (loss, soft loss, hard loss), of which the loss alone has a gradient.
+    With return_soft_hard_loss: (loss, soft loss, hard loss), of which only the loss has a gradient.
     """
 
     weight_hard_loss: float = 0.5

@@ -19,7 +19,7 @@ class HeadInputs(NamedTuple):
 
 
 def lm_head_inputs(lm_head: nn.Module, hidden: Tensor) -> HeadInputs:
-    """hidden, weight and bias whose product is lm_head(hidden), for an lm_head with or without adapters of PEFT.
+    """Returns hidden, weight and bias whose product is lm_head(hidden), of an lm_head with or without PEFT's adapters.
 
     lm_head: a torch.nn.Linear, or PEFT's LoRA, modules_to_save or trainable tokens around one.
     hidden: (..., H), the input of lm_head.
@@ -28,7 +28,7 @@ def lm_head_inputs(lm_head: nn.Module, hidden: Tensor) -> HeadInputs:
     returned as hidden [h, s h A^T] (..., H + r) and weight [W, B] (V, H + r): the sum is not formed, so that 16-bit
     weights do not round a small s B A away. The price is a copy of W, and a gradient as large as it, from the forward
     to the backward. All adapters that are active are included; inside `model.disable_adapter()` none is. Trainable
-    tokens (`trainable_token_indices`, tied embeddings too) are rows of a copy of W, whose gradient goes to them alone.
+    tokens (`trainable_token_indices`, tied embeddings too) are rows of a copy of W, whose gradient goes only to them.
 
         head = lm_head_inputs(model.get_output_embeddings(), hidden)
         out = fused_grpo_loss(head.hidden, head.weight, completion_ids, advantages, lm_head_bias=head.bias)
@@ -78,7 +78,7 @@ def lm_head_inputs(lm_head: nn.Module, hidden: Tensor) -> HeadInputs:
 
 
 def _linear(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a layer that computes h W^T + b and nothing else."""
+    """Returns weight and bias of a layer that computes h W^T + b and nothing else."""
     weight = getattr(layer, "weight", None)
     if isinstance(weight, Tensor) and is_quantised(weight):
         raise TypeError(

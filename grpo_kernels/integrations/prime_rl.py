@@ -22,7 +22,7 @@ from ..objective.surrogates import SURROGATE_RULES
 class FusedOutputLinear(nn.Linear):
     """An output layer that returns log-probabilities and entropies in place of logits, as prime-rl's of this name.
 
-    chunk_size is prime-rl's and changes nothing here. logit_scale, logit_softcap: those of the model.
+    chunk_size is prime-rl's and changes nothing here. logit_scale, logit_softcap: the model's.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class LossOutputs(NamedTuple):
 
 
 def policy_loss(inputs: Any, **options: Any) -> LossOutputs:
-    """The loss of one sequence, not normalised, from prime-rl's LossInputs.
+    """Returns the loss of one sequence, not normalised, from prime-rl's LossInputs.
 
     inputs: trainer_logprobs, inference_logprobs, advantages and loss_mask, each (T,); ref_logprobs, read where beta is
-    not 0; loss_weights, which multiply the surrogate of each token. options: those of `GRPOConfig` but aggregation.
+    not 0; loss_weights, which multiply the surrogate of each token. options: GRPOConfig's, but for aggregation.
     The ratio is one to inference_logprobs, as in prime-rl.
 
     Raises ValueError for options that need what prime-rl does not pass, by name.

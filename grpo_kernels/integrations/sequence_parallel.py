@@ -8,13 +8,13 @@ rank runs the lm_head for its own tokens, then every rank computes the same loss
     out = grpo_loss_from_logps(logps, advantages, entropy=entropy, cu_seqlens=cu_seqlens, config=config, ...)
     out.loss.backward()
 
-advantages, cu_seqlens and everything else of the loss are those of all tokens, the same on every rank; so are the loss
-and its metrics. The gradient of hidden is that of this rank's tokens. The gradients of the weights are this rank's
+advantages, cu_seqlens and everything else of the loss belong to all tokens, the same on every rank; so do the loss and
+its metrics. The gradient of hidden covers this rank's tokens. The gradients of the weights are this rank's
 shares of a sum over the group: where a reducer averages over its ranks (DDP, FSDP), multiply the loss by the size of
 the group.
 
 The lm_head takes 8 N H V operations in all, as in `fused_grpo_loss` where sequences are longer than a chunk. A loss
-whose tokens depend on themselves alone, and whose denominator is known, does without this: pass `normalizer` to
+of single tokens, and whose denominator is known, does without this: pass `normalizer` to
 `fused_grpo_loss` with this rank's tokens.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Values of the tokens of all ranks (N, ...), in the order of the ranks, from this rank's x (N_r, ...).
+    """Returns values of the tokens of all ranks (N, ...), in the order of the ranks, from this rank's x (N_r, ...).
 
     N_r may differ between ranks, type and the other dimensions not. Differentiable, for a loss that is the same on all
     ranks: x gets the gradient of its own tokens, without a sum over the ranks. Where a rank's tokens are not one run of

@@ -40,14 +40,14 @@ def fused_forward(
     share_prompts: bool = False,
     **options: Any,
 ) -> Any:
-    """The loss of a batch of completions under a causal language model: `loss(...)`, whatever that returns.
+    """Returns what `loss(...)` returns of a batch of completions under a causal language model.
 
     The hidden states of the T scored positions, weight and bias of the lm_head, logit scale and softcap are taken from
     the model. It runs without its lm_head.
 
     Args:
-        model: a causal language model of transformers, or PEFT's model around one (adapters in the body, and those of
-            the lm_head that `lm_head_inputs` takes).
+        model: a causal language model of transformers, or PEFT's model around one (adapters in the body, and
+            adapters of the lm_head that `lm_head_inputs` takes).
         input_ids: (B, L) int64, prompts followed by completions; the prompts may be padded on the left, the completions
             on the right. completion_ids: (B, T) with T < L, the last T columns of input_ids.
         attention_mask: (B, L), 0 at padding. The position of a token counts from its row's first token, as in
@@ -60,7 +60,7 @@ def fused_forward(
         share_prompts: rows that follow each other with equal prompts run through the model as one row, and only their
             completions apart, after the keys and values of the prompt: the same log-probabilities and gradients up to
             rounding, for a part of the time and memory where prompts are long or num_generations is large. For models
-            whose cache is keys and values alone; without gradient checkpointing and model_inputs.
+            whose cache holds only keys and values; without gradient checkpointing and model_inputs.
         options: further arguments of `loss`: advantages=, old_logps=, config= ...
 
             out = fused_forward(model, input_ids=ids, attention_mask=mask, completion_ids=ids[:, -T:],
@@ -104,7 +104,7 @@ def fused_forward(
 
 
 def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], length: int) -> Tensor:
-    """Hidden states (B, T, H) of the scored positions; see share_prompts of `fused_forward`.
+    """Returns hidden states (B, T, H) of the scored positions; see share_prompts of `fused_forward`.
 
     The last position of a prompt scores the first token; the other tokens are scored after the prompt's keys and
     values, which their gradients flow through.
@@ -119,7 +119,7 @@ def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], len
     if cache is None or not all(type(layer) in _PLAIN_LAYERS for layer in layers):
         why = "keeps no cache" if cache is None else f"keeps a cache of {type(layers[0]).__name__}"
         raise ValueError(
-            f"share_prompts=True: the {type(parts.model).__name__} {why}; expected one of keys and values alone, "
+            f"share_prompts=True: the {type(parts.model).__name__} {why}; expected one of keys and values only, "
             "without gradient checkpointing"
         )
     first = found.last_hidden_state[:, -1:].index_select(0, rows)
@@ -171,7 +171,7 @@ def unwrap_causal_lm(model: Any) -> CausalLM:
 
 
 def _body_of(model: Any) -> Any:
-    """The module that the model's forward calls before its lm_head; the model itself where there is none."""
+    """Returns the module that the model's forward calls before its lm_head; the model where there is none."""
     body = model.base_model
     if body is model:  # Llama 4's text model: base_model_prefix names an attribute that it lacks
         body = getattr(model, "model", model)
@@ -192,7 +192,7 @@ def forward_inputs(
     completion_ids: Tensor,
     others: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The arguments of the body's forward."""
+    """Returns the arguments of the body's forward."""
     for name, ids in (("input_ids", input_ids), ("completion_ids", completion_ids)):
         check_plain(name, ids)
         if ids.dtype not in (torch.int32, torch.int64):
@@ -229,29 +229,29 @@ def forward_inputs(
 
 
 def position_ids(parts: CausalLM, attention_mask: Tensor) -> Tensor | None:
-    """(B, L): positions that count from a row's first token. None where the model does not take them, or has images or
-    audio, whose positions it counts in its own way."""
+    """Returns positions (B, L) that count from a row's first token. None where the model does not take them, or has
+    images or audio, whose positions it counts in its own way."""
     if getattr(parts.model.config, "text_config", None) is not None or not takes(parts.body, "position_ids"):
         return None
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def takes(module: nn.Module, name: str) -> bool:
-    """Whether the forward of a module has an argument of this name."""
+    """Returns whether the forward of a module has an argument of this name."""
     return name in inspect.signature(type(module).forward).parameters
 
 
-# Names of a cache among the arguments and results of a model: that of transformers 5.24, the one before, Mamba's.
+# Names of a cache among the arguments and results of a model: of transformers 5.24, of 5.23, of Mamba.
 _CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_argument(module: nn.Module) -> str:
-    """The argument by which the forward of a module takes its cache."""
+    """Returns the argument by which the forward of a module takes its cache."""
     return next((name for name in _CACHES if takes(module, name)), "past_key_values")
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in what a model returned; None where it keeps none."""
+    """Returns the cache in what a model returned; None where it keeps none."""
     return next((value for name, value in vars(output).items() if name in _CACHES), None)
 
 
@@ -276,7 +276,7 @@ _checked: set[tuple[Any, ...]] = set()
 
 
 def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
-    """Compare with the model's own logits of a few positions, once per class of models, of lm_heads, and transform."""
+    """Compares with the model's own logits of a few positions, once per class of models, of lm_heads, and transform."""
     key = (type(parts.model), type(parts.lm_head), parts.transform)
     if key in _checked or torch.compiler.is_compiling():
         return
@@ -295,7 +295,7 @@ def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
 
 
 def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tensor, Tensor]:
-    """The model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
+    """Returns the model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
     found: list[Any] = []
     limit = {"logits_to_keep": keep} if takes(parts.model, "logits_to_keep") else {}
     devices = [inputs["input_ids"].device] if inputs["input_ids"].is_cuda else []
@@ -313,6 +313,6 @@ def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tens
 
 @torch.no_grad()
 def head_logits(head: HeadInputs, scale: float, softcap: float | None) -> Tensor:
-    """The logits as `fused_forward` understands them, in the type of the model."""
+    """Returns the logits as `fused_forward` understands them, in the type of the model."""
     logits = nn.functional.linear(*head) * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap

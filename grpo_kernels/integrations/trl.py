@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with the fused loss, and the log-probability head of all of TRL's trainers.
 
-`FusedGRPOTrainer` computes the whole loss from hidden states. `patch_trl` swaps the head alone, for GRPO, RLOO, DPO,
+`FusedGRPOTrainer` computes the whole loss from hidden states. `patch_trl` swaps only the head, for GRPO, RLOO, DPO,
 KTO and SFT. Both leave TRL's generation, rewards and advantages as they are. README.md has the comparison with TRL.
 """
 
@@ -80,22 +80,18 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 self.args, self.model.config, entropy_threshold=None, entropy_coef=max(0.0, self.entropy_coef),
                 sparse_backward=sparse_backward,
             )  # fmt: skip
-        self._refuse()
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                base = self.accelerator.unwrap_model(model)  # the reference model is prepared already
-                base = base.get_base_model() if hasattr(base, "peft_config") else base
-                _add_head(base, self.temperature, in_float32=self.args.cast_lm_head_to_fp32)
-
-    def _refuse(self) -> None:
-        """What the configuration of the loss does not show."""
-        for name in ("entropy_coef", "entropy_coef_min"):
+        for name in ("entropy_coef", "entropy_coef_min"):  # what the configuration of the loss does not show
             if getattr(self.args, name) < 0:
                 raise ValueError(f"{name}={getattr(self.args, name)}; FusedGRPOTrainer takes a number >= 0")
         if self.args.torch_compile:
             raise ValueError("torch_compile=True: FusedGRPOTrainer computes the loss inside of an eager forward")
         if self.aux_loss_enabled:
             _expert_counts(self.model.config.get_text_config())
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                base = self.accelerator.unwrap_model(model)  # the reference model is prepared already
+                base = base.get_base_model() if hasattr(base, "peft_config") else base
+                _add_head(base, self.temperature, in_float32=self.args.cast_lm_head_to_fp32)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         call, outputs = _LossCall(self, inputs), []
@@ -121,21 +117,21 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _follow_entropy(self, call: _LossCall) -> None:
-        """The metrics of the entropy bonus, and the controller of its coefficient, which acts on the next step."""
+        """Logs the entropy bonus, and lets the controller set its coefficient for the next step."""
         self._log_mean("policy_loss", call.policy_loss)
         if not self.model.training:
             return
         if self.use_adaptive_entropy:
-            so_far = self._entropy_window_stats
+            so_far, args = self._entropy_window_stats, self.args
             self._entropy_window_stats = call.bonus_sums if so_far is None else so_far + call.bonus_sums
             if self.accelerator.sync_gradients:
                 total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
                 self._last_world_entropy = total / max(count, 1.0)
-                step = self.args.entropy_coef_delta
-                if self._last_world_entropy <= self.args.entropy_target:
-                    self.entropy_coef = min(self.entropy_coef + step, self.args.entropy_coef_max)
-                else:
-                    self.entropy_coef = max(self.entropy_coef - step, self.args.entropy_coef_min)
+                is_low = self._last_world_entropy <= args.entropy_target
+                moved = self.entropy_coef + (args.entropy_coef_delta if is_low else -args.entropy_coef_delta)
+                self.entropy_coef = (
+                    max(args.entropy_coef_min, moved) if not is_low else min(args.entropy_coef_max, moved)
+                )
                 self._entropy_window_stats = None
         if self.accelerator.sync_gradients:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
@@ -145,7 +141,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._metrics["train" if self.model.training else "eval"][name].append(mean)
 
     def _log_metrics(self, call: _LossCall) -> None:
-        """TRL's metrics under TRL's names: sums over sums of all ranks, extrema of the sequences' means."""
+        """Logs TRL's metrics under TRL's names: sums over sums of all ranks, extrema of the sequences' means."""
         log = self._metrics["train" if self.model.training else "eval"]
         sums = {name: call.token_sum(name) for name in ("kl", "entropy") if name != "kl" or self.beta != 0.0}
         extrema = {}
@@ -185,7 +181,9 @@ class _LossCall:
         hidden = hidden[:, -ids.size(1) - 1 : -1]
         with torch.no_grad():
             normalizer = self._normalizer()
-        coefficient = self._entropy_coefficient()
+        # Constant over an accumulation window; an adaptive one is 0 above its target and before the first entropy.
+        is_above = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+        coefficient = 0.0 if is_above else float(trainer.entropy_coef)
         quantile = trainer.top_entropy_quantile
         config = dataclasses.replace(trainer._loss_config, entropy_coef=coefficient if quantile >= 1.0 else 0.0)
         options: dict[str, Any] = dict(
@@ -215,8 +213,8 @@ class _LossCall:
     def _loss_of_quantile(
         self, hidden: Tensor, head: _Head, coefficient: float, config: GRPOConfig, options: dict[str, Any]
     ) -> Tensor:
-        """The log-probabilities first, since the threshold follows from all entropies; the backward computes the logits
-        of kept tokens again."""
+        """Returns the loss from log-probabilities, since the threshold follows from all entropies: the backward
+        computes logits of kept tokens again."""
         trainer = self.trainer
         logps, entropy = fused_logps(
             hidden, head.weight, self.inputs["completion_ids"], completion_mask=self.mask, lm_head_bias=head.bias,
@@ -241,13 +239,6 @@ class _LossCall:
         self.policy_loss = (loss.detach() + bonus) * per_step
         self.bonus_sums = torch.stack([entropy, count.to(entropy.dtype)])
 
-    def _entropy_coefficient(self) -> float:
-        """Constant over an accumulation window; the adaptive one is 0 above its target and before the first entropy."""
-        trainer = self.trainer
-        if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
-            return 0.0
-        return float(trainer.entropy_coef)
-
     def _normalizer(self) -> Tensor | float:
         trainer, aggregation = self.trainer, self.trainer._loss_config.aggregation
         if trainer.loss_type in _PER_TOKEN_COUNT:
@@ -268,17 +259,17 @@ class _LossCall:
         return None
 
     def _is_per_sequence(self) -> bool:
-        """Whether TRL has the ratio's metrics as one value per sequence: all rows count then, empty ones too."""
+        """Says whether TRL has the ratio's metrics as one value per sequence: all rows count then, empty ones too."""
         of_sequence = self.trainer.importance_sampling_level == "sequence" or self.mask.size(1) == 1
         return of_sequence and self.advantages.size(1) == 1
 
     def token_sum(self, name: str) -> tuple[Tensor, Tensor]:
-        """(sum, count) over tokens."""
+        """Returns (sum, count) over tokens."""
         total, count = self.out.metric_sums[name]
         return total, torch.full_like(count, len(self.mask)) if self.mask.size(1) == 1 else count
 
     def ratio_sum(self, name: str) -> tuple[Tensor, Tensor]:
-        """(sum, count) of a metric of the ratio, over sequences or tokens."""
+        """Returns (sum, count) of a metric of the ratio, over sequences or tokens."""
         if not self._is_per_sequence():
             return self.out.metric_sums[name]
         per_sequence = self.out.sequences[name]
@@ -288,22 +279,20 @@ class _LossCall:
         return per_sequence.sum(), per_sequence.new_full((), len(per_sequence))
 
     def sequence_means(self, name: str) -> Tensor:
-        """(B,), NaN for a sequence without tokens where the ratio is the token's."""
+        """Returns means (B,), NaN for a sequence without tokens where the ratio is the token's."""
         means, tokens = self.out.sequences[name], self.out.sequences["tokens"]
         return means if self._is_per_sequence() else means.masked_fill(tokens == 0, torch.nan)
 
     def phi_sum(self) -> tuple[Tensor, Tensor]:
-        """(sum, count) of VESPO's weights of sequences."""
+        """Returns (sum, count) of VESPO's weights of sequences."""
         args, old = self.trainer.args, self.inputs.get("old_per_token_logps")
+        names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
         phi = self.trainer.get_gamma_weights(
             advantages=self.advantages,
             log_ratio_per_token=torch.zeros_like(self.out.logps) if old is None else self.out.logps - old,
             mask=self.mask,
             importance_sampling_ratio=self._rollout_weights(),
-            k_pos=args.vespo_k_pos,
-            lambda_pos=args.vespo_lambda_pos,
-            k_neg=args.vespo_k_neg,
-            lambda_neg=args.vespo_lambda_neg,
+            **{name: getattr(args, f"vespo_{name}") for name in names},
         )
         if phi.size(1) == 1:
             return phi.sum(), phi.new_full((), len(phi))
@@ -311,7 +300,7 @@ class _LossCall:
 
 
 def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
-    """Make `model(..., fused_lm_head=True)` return what TRL's head returns, and with grpo_loss= the loss too.
+    """Makes `model(..., fused_lm_head=True)` return what TRL's head returns, and with grpo_loss= the loss too.
 
     It stands on top of TRL's own head, of which it keeps the arguments; other calls (generation) go through unchanged.
     """
@@ -350,7 +339,7 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
 
 
 def _score(hidden: Tensor, head: _Head, labels: Any) -> FusedCausalLMOutput:
-    """Log-probabilities and entropies of the labels, which are shifted here; -100 is left out."""
+    """Returns log-probabilities and entropies of the labels, which are shifted here; -100 is left out."""
     labels = labels[:, 1:].to(hidden.device)
     mask = labels != -100
     logps, entropy = fused_logps(
@@ -369,7 +358,7 @@ def _check_head(lm_head: Any) -> None:
 
 
 def _expert_counts(text_config: Any) -> tuple[int, int]:
-    """(experts, experts per token) of a mixture of experts."""
+    """Returns (experts, experts per token) of a mixture of experts."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         count = getattr(text_config, name, None)
         if isinstance(count, int) and hasattr(text_config, "num_experts_per_tok"):
@@ -413,7 +402,7 @@ _STATISTICS_ROWS = 256  # whose logits are in memory at a time
 
 @torch.no_grad()
 def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str, ...]) -> list[Tensor | None]:
-    """Those of _STATISTICS that are in `outputs`, at the price of another product."""
+    """Returns what of _STATISTICS is in `outputs`, at the price of another product."""
     found: dict[str, list[Tensor]] = {name: [] for name in _STATISTICS if name in outputs}
     softcap = head.options["logit_softcap"]
     parts = zip(hidden.split(_STATISTICS_ROWS), targets.split(_STATISTICS_ROWS), strict=True)
@@ -428,14 +417,14 @@ def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str
 
 
 # Private names of trl.trainer.utils, held by the tests for each release: the head's autograd.Function, and whether it
-# gets the scored positions alone.
+# gets only the scored positions.
 _PATCHES: dict[str, Any] = {"_ChunkedLogProbFunction": _FusedLogProbs, "_use_triton": lambda device: True}
 _originals: dict[tuple[types.ModuleType, str], Any] = {}
 _head_options: dict[str, Any] = {}  # of patch_trl
 
 
 def patch_trl(sparse_backward: float | None = None) -> None:
-    """Let all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`,
+    """Lets all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`,
     and DistillationTrainer its loss by `fused_distillation_loss`.
 
     The other losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more
@@ -460,7 +449,7 @@ def patch_trl(sparse_backward: float | None = None) -> None:
 
 
 def unpatch_trl() -> None:
-    """TRL's own head again."""
+    """Puts TRL's own head back."""
     for (module, name), original in _originals.items():
         setattr(module, name, original)
     _originals.clear()

@@ -41,15 +41,13 @@ _AGGREGATIONS: dict[str, Aggregation] = {
     "seq-mean-token-sum-norm": "seq_sum",
     "seq-mean-token-mean": "seq_mean",
 }
-
-
 _head_options: dict[str, Any] = {}  # of register
 
 
 def register(
     name: str = "grpo_kernels", config: GRPOConfig | None = None, *, sparse_backward: float | None = None
 ) -> None:
-    """Add the policy loss `name` to verl, and put `linear_cross_entropy` in the place of verl's.
+    """Adds the policy loss `name` to verl, and puts `linear_cross_entropy` in the place of verl's.
 
     config: the loss, without its aggregation, which is verl's loss_agg_mode; None: verl's "vanilla" loss with
     actor.clip_ratio, clip_ratio_low, clip_ratio_high and clip_ratio_c. KL to a reference and the entropy bonus stay
@@ -60,7 +58,13 @@ def register(
     """
     check_sparse_backward(sparse_backward)
     if config is not None:
-        _check(config)
+        check_config(config)
+        if config.sparse_backward is not None:
+            raise ValueError("config.sparse_backward has no effect in verl's policy loss; give it to register()")
+        neutral = dict(beta=0.0, entropy_coef=0.0, entropy_threshold=None, off_policy_mask_threshold=None)
+        for option, value in neutral.items():
+            if (given := getattr(config, option)) != value:
+                raise ValueError(f"config.{option}={given}: verl's policy losses are not given what it needs")
     _head_options["sparse_backward"] = sparse_backward
     core = importlib.import_module("verl.trainer.ppo.core_algos")
     core.register_policy_loss(name)(partial(policy_loss, grpo_config=config))
@@ -82,7 +86,7 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities (N,), entropy (N,) or its sum or mean), float32, differentiable in hidden and weight.
+    """Returns (log-probabilities (N,), entropy (N,) or its sum or mean), float32, differentiable in hidden and weight.
 
     hidden (..., H) of N tokens, weight (V, H), labels (...) of the same N tokens. With a dist_process_group of several
     ranks each passes its rows of the weight, as `fused_logps` takes them; labels are ids of the whole vocabulary. The
@@ -119,17 +123,15 @@ def policy_loss(
     *,
     grpo_config: GRPOConfig | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """(loss (), metrics) with the arguments of verl's policy losses; tensors are (B, T), config is its ActorConfig.
+    """Returns (loss (), metrics), for the arguments of verl's policy losses; tensors (B, T), config: its ActorConfig.
 
-    The metrics are those of verl's "vanilla" loss: actor/pg_clipfrac, actor/ppo_kl, actor/pg_clipfrac_lower.
+    The metrics are the ones of verl's "vanilla" loss: actor/pg_clipfrac, actor/ppo_kl, actor/pg_clipfrac_lower.
     """
     check_one_of("loss_agg_mode", loss_agg_mode, tuple(_AGGREGATIONS))
     if config is None:
         raise ValueError("config is None; expected verl's ActorConfig")
-    for name, x in (
-        ("log_prob", log_prob), ("old_log_prob", old_log_prob), ("advantages", advantages),
-        ("response_mask", response_mask),
-    ):  # fmt: skip
+    tensors = dict(log_prob=log_prob, old_log_prob=old_log_prob, advantages=advantages, response_mask=response_mask)
+    for name, x in tensors.items():
         check_plain(name, x)
         check_shape(name, x, x.shape == log_prob.shape, f"{tuple(log_prob.shape)} like log_prob")
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
@@ -153,7 +155,7 @@ def policy_loss(
 def _config(
     given: GRPOConfig | None, aggregation: Aggregation, low: float, high: float, dual_clip: float
 ) -> GRPOConfig:
-    """The loss that `register` was given, or verl's "vanilla" with these numbers of its configuration."""
+    """Returns the loss that `register` was given, or verl's "vanilla" with these numbers of its configuration."""
     if given is None:
         given = GRPOConfig.preset("verl", epsilon_low=low, epsilon_high=high, dual_clip=dual_clip)
     return replace(given, aggregation=aggregation, max_completion_length=None)
@@ -167,27 +169,16 @@ def _denominator(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor | float:
-    """What the loss is divided by, for gradients that are averaged over dp_size ranks."""
+    """Returns what the loss is divided by, for gradients that are averaged over dp_size ranks."""
     if mode == "token-sum":
         return 1.0 / dp_size
-    tokens = mode == "token-mean"
-    count: Any = batch_num_tokens if tokens else global_batch_size
+    by_token = mode == "token-mean"
+    count: Any = batch_num_tokens if by_token else global_batch_size
     if count is None:
         if dp_size > 1:
-            name = "batch_num_tokens" if tokens else "global_batch_size"
+            name = "batch_num_tokens" if by_token else "global_batch_size"
             raise ValueError(f"{name} is None in config.global_batch_info; expected the global count with dp_size > 1")
-        count = (mask.bool().sum() if tokens else mask.bool().any(dim=-1).sum()).clamp(min=1)
+        count = (mask.bool().sum() if by_token else mask.bool().any(dim=-1).sum()).clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         count = count * (mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
     return count / dp_size
-
-
-def _check(config: GRPOConfig) -> None:
-    check_config(config)
-    if config.sparse_backward is not None:
-        raise ValueError("config.sparse_backward has no effect in verl's policy loss; give it to register()")
-    for name, neutral in (
-        ("beta", 0.0), ("entropy_coef", 0.0), ("entropy_threshold", None), ("off_policy_mask_threshold", None)
-    ):  # fmt: skip
-        if getattr(config, name) != neutral:
-            raise ValueError(f"config.{name}={getattr(config, name)}: verl's policy losses are not given what it needs")
