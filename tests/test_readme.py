@@ -121,7 +121,16 @@ def test_map_of_files():
     named = set(re.findall(r"\b\w+\.py\b", section.split("csrc/")[0])) - {"__init__.py"}
     package = ROOT / "grpo_kernels"
     assert named <= {path.name for path in package.rglob("*.py")}
-    for folder in (".", "objective", "head", "kernels", "kernels/torch", "kernels/compiled", "integrations", "commands"):
+    for folder in (
+        ".",
+        "objective",
+        "head",
+        "kernels",
+        "kernels/torch",
+        "kernels/compiled",
+        "integrations",
+        "commands",
+    ):
         modules = {path.name for path in (package / folder).glob("*.py")} - {"__init__.py", "__main__.py"}
         assert modules <= named, folder
     assert set(re.findall(r"\w+\.h\b", section)) <= {path.name for path in (ROOT / "csrc").rglob("*.h")}
