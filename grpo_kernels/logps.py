@@ -10,7 +10,7 @@ from torch import Tensor
 from .checks.plain import full_weight
 from .head.logps_op import logps_from_hidden
 from .head.shared import requires_grad_flags
-from .head.vocab_parallel import agree, announced_errors, check_group
+from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
 from .inputs import check_logps_inputs
 from .sampling_mask import SamplingMask
 
@@ -58,7 +58,7 @@ def fused_logps(
         weight, bias = full_weight(weight), full_weight(bias)
     else:
         check_group(group)
-    with nullcontext() if group is None else announced_errors(group, hidden):
+    with nullcontext() if group is None else broadcast_failure(group, hidden):
         call = check_logps_inputs(
             "fused_logps", (hidden, weight, bias), completion_ids, completion_mask,
             (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
@@ -66,6 +66,6 @@ def fused_logps(
         )  # fmt: skip
     if group is not None:
         wants = requires_grad_flags(hidden, weight, bias)
-        call = call._replace(vocab_slice=agree(group, hidden, weight, bias, wants, call.description))
+        call = call._replace(vocab_slice=exchange_and_check(group, hidden, weight, bias, wants, call.description))
     logps, entropies, _ = logps_from_hidden(hidden, weight, bias, call)
     return logps, entropies if entropy else None

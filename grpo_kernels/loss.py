@@ -25,7 +25,7 @@ from .checks.plain import check_shape, full_weight
 from .config import check_flag
 from .head.loss_op import LossCall, loss_from_hidden, loss_from_logits, policy_loss
 from .head.shared import requires_grad_flags, table_dtype
-from .head.vocab_parallel import agree, announced_errors, check_group
+from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
 from .inputs import LossOptions, check_loss_inputs, forwards_loss_options, read_config
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask
@@ -136,7 +136,7 @@ def fused_grpo_loss(
     group = vocab_parallel_group
     if group is not None:
         check_group(group)
-    with nullcontext() if group is None else announced_errors(group, hidden):
+    with nullcontext() if group is None else broadcast_failure(group, hidden):
         config = read_config("fused_grpo_loss", options)
         weight, bias = lm_head_weight, lm_head_bias
         if group is None:
@@ -155,7 +155,7 @@ def fused_grpo_loss(
         wants = requires_grad_flags(hidden, weight, bias)
         call = LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teacher)
     if group is not None:
-        call = call._replace(vocab_slice=agree(group, hidden, weight, bias, call.wants, call.description))
+        call = call._replace(vocab_slice=exchange_and_check(group, hidden, weight, bias, call.wants, call.description))
     loss, logps, entropy, found, others, *divergence = loss_from_hidden(hidden, weight, bias, call)
     return GRPOLossOutput(loss, logps, entropy, batch, found, others, *divergence)
 

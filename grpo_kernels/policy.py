@@ -12,8 +12,8 @@ from torch import Tensor
 from .checks.arguments import num_sequences_of
 from .checks.plain import full_weight
 from .config import check_count, check_one_of
-from .head.backward import FinishedGradients, finish_in_forward
-from .head.chunk_size import Visit
+from .head.chunk_size import Selection
+from .head.gradients import PrecomputedGradients, compute_in_forward
 from .head.logps_op import LogpsCall, check_call, open_pass
 from .head.loop import run
 from .head.products import pinned_matmul_precision
@@ -109,7 +109,7 @@ def fused_policy_loss(
     )  # fmt: skip
     with pinned_matmul_precision(hidden.device):
         run = partial(_run, call=call)
-        return finish_in_forward("fused_policy_loss", run, hidden, lm_head_weight, lm_head_bias)[0]
+        return compute_in_forward("fused_policy_loss", run, hidden, lm_head_weight, lm_head_bias)[0]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Call:
 @unseen_by_modes
 def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
-) -> tuple[tuple[Tensor, ...], FinishedGradients]:
+) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     scores, device, wants = call.scores, hidden.device, call.wants
     ids, dtype = scores.tokens.completion_ids, table_dtype(scores.compute_dtype or hidden.dtype)
     stats = Statistics.zeros(ids.numel(), device, dtype)
@@ -143,7 +143,7 @@ def _run(
     loss = _UserLoss(call, stats, index, sequence)
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     if scores.tokens.kept_ids is None:
-        chosen = Visit(index, None, index, lengths)
+        chosen = Selection(index, None, index, lengths)
     has_entropy = scores.want_entropy
     run(tokens, loss, chosen, gradients=any(wants), has_entropy=has_entropy, every_row=False)
     if not any(wants):

@@ -112,7 +112,7 @@ def test_what_adding_up_chunks_rounds(chunks, wide, least, most):
     dlogits, h = (torch.randn(512, n, generator=g).bfloat16() for n in (300, 64))
     exact = dlogits.double().T @ h.double()
     head = meta_head(8, wants=(False, True, False), sums_wide=wide)
-    total = WeightGradient(torch.empty(300, 64, dtype=BFLOAT), BFLOAT, head.waiting_dtypes[1], get_backend("torch"))
+    total = WeightGradient(torch.empty(300, 64, dtype=BFLOAT), BFLOAT, head.stored_dtypes[1], get_backend("torch"))
     for part in zip(dlogits.chunk(chunks), h.chunk(chunks), strict=True):
         total.add(*part)
     error = relative(total.finish().bfloat16(), exact) / relative(exact.bfloat16(), exact)

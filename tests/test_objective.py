@@ -119,8 +119,8 @@ def test_value_and_gradient_are_those_of_autograd(surrogate, level):
             for mine, exact in zip((found.finish()[0], *gradients), (loss, dlogp, dentropy), strict=True):
                 assert_near(mine, exact, case.config)
             assert torch.equal(evaluate(tokens, logp, entropy).dlogp, gradients[0])
-            if tokens.active is not None:  # whose complement takes no part in any product
-                assert not dlogp[~tokens.active].any() and not dentropy[~tokens.active].any(), case.config
+            if tokens.has_gradient is not None:  # whose complement takes no part in any product
+                assert not dlogp[~tokens.has_gradient].any() and not dentropy[~tokens.has_gradient].any(), case.config
             moved += bool(dlogp.any())
     assert moved > 10
 
@@ -133,7 +133,7 @@ def test_chunks_give_what_all_tokens_give(surrogate, level):
         tokens = case.planned()
         known = case.statistics(tokens)
         whole = evaluate(tokens, *known).dlogp
-        active = torch.ones(whole.shape, dtype=torch.bool) if tokens.active is None else tokens.active
+        active = torch.ones(whole.shape, dtype=torch.bool) if tokens.has_gradient is None else tokens.has_gradient
         index = active.nonzero()[:, 0]
         lengths = active.view(SHAPE).sum(1).tolist()
         logp, entropy = (torch.zeros_like(x) for x in known)

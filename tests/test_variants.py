@@ -37,7 +37,7 @@ from option_space import (
 import grpo_kernels as gk
 from grpo_kernels import reference as specification
 from grpo_kernels.config import SURROGATE_RULES, Surrogate
-from grpo_kernels.head.loop import Pass
+from grpo_kernels.head.loop import HeadPass
 
 CASES = covering_array()
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -100,6 +100,6 @@ def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, row
     batch, calls = make_batch(3), []
     batch = off_policy(batch) if off else batch.with_options(ref_logps=batch.hidden.new_full(batch.ids.shape, -3.0))
     for way in ("sequences", "backward"):
-        call_counter(monkeypatch, Pass, way, calls, lambda *_, way=way, **__: way)
+        call_counter(monkeypatch, HeadPass, way, calls, lambda *_, way=way, **__: way)
     fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
     assert set(calls) == expected

@@ -25,32 +25,34 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 _GPU_TILES = 16, 32  # of TILE_ROWS: 2,048 rows take as long per row as all of a batch, 1,024 up to 9 % longer (H100)
 
 
-def visited(index: Tensor | None, num_tokens: int) -> Rows:
+def select_rows(index: Tensor | None, num_tokens: int) -> Rows:
     """The tokens of `index`, or all."""
     if index is None or index.numel() == num_tokens:
         return Rows(0, num_tokens)
     return Rows(0, index.numel(), index)
 
 
-class Visit(NamedTuple):
-    """Which tokens a call computes, as indices; None: all of them, or in `rest` none."""
+class Selection(NamedTuple):
+    """Which tokens a call computes, as indices; None: all of them, or in `scored_only` none."""
 
-    active: Tensor | None  # may have a gradient
-    rest: Tensor | None  # the others that are scored
+    has_gradient: Tensor | None  # may have one
+    scored_only: Tensor | None  # the others that are scored
     scored: Tensor | None  # both
     lengths: list[int] | None  # active tokens per sequence, with whole sequences, if known on the host
 
     @classmethod
     def of(
         cls, order: Tensor, active: int, rest: int, lengths: list[int] | None, num_tokens: int | None = None
-    ) -> Visit:
+    ) -> Selection:
         """order: so many active tokens, so many others, anything; of all, where num_tokens is not given."""
         total = order.numel() if num_tokens is None else num_tokens
         first, both = (None if count == total else order[:count] for count in (active, active + rest))
         return cls(first, order[active : active + rest] if rest else None, both, lengths)
 
 
-def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | None, *, every_row: bool) -> Visit:
+def select_tokens(
+    scored: Tensor | None, active: Tensor | None, sequences: Sequences | None, *, every_row: bool
+) -> Selection:
     """Sorts tokens by one read of their numbers on the host, or without one where every row is computed.
 
     scored, active (N,) bool, None: all; sequences: where the loss needs whole ones."""
@@ -60,7 +62,7 @@ def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | N
             lengths = [sequences.row_length] * sequences.count
         elif sequences is not None and not every_row:
             lengths = sequences.offsets.diff().tolist()
-        return Visit(None, None, None, lengths)
+        return Selection(None, None, None, lengths)
     others = None
     if scored is not active:
         others = ~active if scored is None else scored & ~active
@@ -71,7 +73,7 @@ def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | N
             rest = others.nonzero().squeeze(1)
         both = first if rest is None or rest.numel() == 0 else torch.cat([first, rest])
         per_sequence = None if of_sequences is None else [int(x) for x in of_sequences.tolist()]
-        return Visit.of(both, first.numel(), both.numel() - first.numel(), per_sequence, active.numel())
+        return Selection.of(both, first.numel(), both.numel() - first.numel(), per_sequence, active.numel())
     numbers = [active.sum(dtype=torch.float64).view(1)]
     key = active.to(torch.int8)
     if others is not None:
@@ -82,7 +84,7 @@ def visit(scored: Tensor | None, active: Tensor | None, sequences: Sequences | N
     found = [int(x) for x in torch.cat(numbers).tolist()]
     order, rest_count = key.argsort(descending=True, stable=True), 0 if others is None else found[1]
     per_sequence = None if of_sequences is None else found[len(found) - len(of_sequences) :]
-    return Visit.of(order, found[0], rest_count, per_sequence)
+    return Selection.of(order, found[0], rest_count, per_sequence)
 
 
 def reads_back_late(device: torch.device) -> bool:

@@ -12,13 +12,13 @@ from .products import PIECE_ROWS, add_product, product
 
 
 class WeightGradient:
-    """`total`: the sum, None before the first chunk. `waiting_dtype`: its type; each chunk rounds a 16-bit one
+    """`total`: the sum, None before the first chunk. `stored_dtype`: its type; each chunk rounds a 16-bit one
     once more."""
 
-    def __init__(self, weight: Tensor, grad_dtype: torch.dtype, waiting_dtype: torch.dtype, backend: Backend) -> None:
-        self.weight, self.grad_dtype, self.waiting_dtype, self.backend = weight, grad_dtype, waiting_dtype, backend
+    def __init__(self, weight: Tensor, grad_dtype: torch.dtype, stored_dtype: torch.dtype, backend: Backend) -> None:
+        self.weight, self.grad_dtype, self.stored_dtype, self.backend = weight, grad_dtype, stored_dtype, backend
         self.total: Tensor | None = None
-        self.sums_in_float32 = grad_dtype.itemsize == 2 and waiting_dtype == torch.float32
+        self.sums_in_float32 = grad_dtype.itemsize == 2 and stored_dtype == torch.float32
         self._own_shares: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
@@ -70,7 +70,7 @@ class WeightGradient:
         first = self.total is None
         if self.total is None:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
-            dtype = wide if self.waiting_dtype == wide or self.sums_in_float32 else self.weight.dtype
+            dtype = wide if self.stored_dtype == wide or self.sums_in_float32 else self.weight.dtype
             self.total = torch.empty_like(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
         return first, self.total
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..checks.arguments import check_kept_ids, checks_values
 from ..kernels.operations import KeptIds, KeptPairs, KeptRows, LogitChunk, Rows, Statistics, TokenMask
-from .chunk_size import Visit
+from .chunk_size import Selection
 from .lm_head import HeldLogits, LMHead
 from .vocab_parallel import VocabSlice
 
@@ -100,7 +100,7 @@ def _kinds(most: int, device: torch.device, dtype: torch.dtype) -> _Kinds:
 class Split(NamedTuple):
     """The scored tokens of a batch with a sampling mask, by the way they take."""
 
-    visit: Visit  # those of dense products
+    chosen: Selection  # those of dense products
     matrices: list[tuple[Rows, int]]  # the others: their rows, the width of their matrix
     is_dense: Tensor | None  # (N,) bool: the tokens with a mask that take dense products; None: there are none
 
@@ -134,7 +134,7 @@ def split(
     ends = read[len(codes) :]
     lengths = None if offsets is None else [stop - start for start, stop in pairwise(ends)]
     is_dense = scored & (kind == dense) if others[dense] or of_active[dense] else None
-    return Split(Visit.of(order, *counts, lengths), matrices, is_dense)
+    return Split(Selection.of(order, *counts, lengths), matrices, is_dense)
 
 
 # --- gathers ------------------------------------------------------------------------------------------------------

@@ -24,16 +24,16 @@ from torch import Tensor
 
 from ..checks.plain import stored
 from ..kernels.operations import Backend, KeptPairs, RowGradients, Rows
-from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
 from .chunk_size import (
     Scratch,
     default_logits_dtype,
     multiprocessors_of,
     rows_of_chunk,
     rows_of_sequences,
-    visited,
+    select_rows,
 )
 from .dweight import WeightGradient, pieces
+from .gradients import DeferredPairs, PrecomputedGradients, power_of_two_scale, stored_dtype
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
@@ -98,13 +98,13 @@ class LMHead:
         narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or has_exponentials
         self.grad_dtype = dtype if narrow else torch.float32  # of dlogits
         self.rounds = device.type == "cpu" and self.grad_dtype == torch.bfloat16  # dlogits, with a correction
-        waiting = [*map(waiting_dtype, self.given_dtypes)]
+        waiting = [*map(stored_dtype, self.given_dtypes)]
         for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
             if is_wide:
                 waiting[i] = torch.promote_types(waiting[i], torch.float32)
-        self.waiting_dtypes = waiting
+        self.stored_dtypes = waiting
         self.dweight = WeightGradient(weight, self.grad_dtype, waiting[1], backend)
-        self.waiting: list[WaitingPairs] = []
+        self.waiting: list[DeferredPairs] = []
 
         # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
         # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
@@ -149,12 +149,12 @@ class LMHead:
         known = multiprocessors_of(device) if self.vocab_slice is None else self.vocab_slice.multiprocessors
         return rows_of_chunk(
             self.num_tokens, self.weight.shape[1], row_bytes, self.grad_dtype, device,
-            rounds=self.wants[1] and self.waiting_dtypes[1].itemsize == 2, multiprocessors=known,
+            rounds=self.wants[1] and self.stored_dtypes[1].itemsize == 2, multiprocessors=known,
         )  # fmt: skip
 
     def chunks(self, index: Tensor | None, *, exponentials: bool = False) -> list[Rows]:
         """These tokens (None: all) in chunks of logits, or of exponentials in the type of gradients."""
-        rows = visited(index, self.num_tokens)
+        rows = select_rows(index, self.num_tokens)
         most = self.rows_of(self._vocab_rows * self.grad_dtype.itemsize) if exponentials else self.rows
         return rows.split(self._length(rows.count, most))
 
@@ -253,14 +253,14 @@ class LMHead:
         products."""
         scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
         if self.wants[1] and self.keeps_pairs:
-            self.waiting.append(WaitingPairs(dlogits, self.hidden_matrix, self.hidden_matrix._version, pairs))
+            self.waiting.append(DeferredPairs(dlogits, self.hidden_matrix, self.hidden_matrix._version, pairs))
         elif self.wants[1]:
             self.dweight.add_kept(scaled, self.hidden_matrix, pairs)
         if self.wants[2]:
             starts, order = pairs.by_id(len(self.weight))
             self.add_dbias(torch.segment_reduce(scaled[order], "sum", offsets=starts, unsafe=True))
 
-    def gradients(self) -> FinishedGradients:
+    def gradients(self) -> PrecomputedGradients:
         """Return those of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
         self.release()
         if self.vocab_slice is not None and self.dhidden is not None:
@@ -268,7 +268,7 @@ class LMHead:
         totals = self.dhidden, self.dweight.finish(), self.dbias
         inputs = self.hidden, self.weight, self.bias
         finished: list[Tensor | None] = []
-        for want, total, x, dtype in zip(self.wants, totals, inputs, self.waiting_dtypes, strict=True):
+        for want, total, x, dtype in zip(self.wants, totals, inputs, self.stored_dtypes, strict=True):
             if not want or x is None or (total is None and x is self.weight and self.waiting):
                 finished.append(None)
             elif total is None:
@@ -277,7 +277,7 @@ class LMHead:
                 finished.append(total.view(x.shape).to(dtype))
         self.dhidden = self.dbias = None
         scales = [None, self.gradient_scale, self.gradient_scale]
-        return FinishedGradients(finished, self.given_dtypes, self.backend, scales, waiting=self.waiting)
+        return PrecomputedGradients(finished, self.given_dtypes, self.backend, scales, waiting=self.waiting)
 
     def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
         """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""
@@ -303,7 +303,7 @@ class LMHead:
         self.dbias = share if self.dbias is None else self.dbias.add_(share)
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
-        dtype = self.waiting_dtypes[0]
+        dtype = self.stored_dtypes[0]
         whole = self.dhidden is None and rows.index is None and rows.count == self.num_tokens
         if self.gradient_scale is not None:
             values = values.to(dtype) / self.gradient_scale
@@ -318,7 +318,7 @@ class LMHead:
         """dhidden (N, H), 0 in rows that nobody has written; or anything there, if every row will be."""
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
-            self.dhidden = torch.empty(shape, dtype=self.waiting_dtypes[0], device=self.hidden.device)
+            self.dhidden = torch.empty(shape, dtype=self.stored_dtypes[0], device=self.hidden.device)
             if not every_row:
                 self.dhidden.zero_()
         return self.dhidden
@@ -331,7 +331,7 @@ class LMHead:
             for piece in pieces(weight, PIECE_ROWS):
                 total.addmm_(dlogits[:, piece], weight[piece].to(dlogits.dtype))
             return total
-        wide = self.waiting_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
+        wide = self.stored_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
         if dtype.itemsize == 2 and wide and returns_float32(weight.device, dtype):
             return product(dlogits, weight)
         return torch.mm(dlogits, weight)

@@ -16,11 +16,11 @@ from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..kernels import get_backend
 from ..kernels.operations import LogitTransform, Statistics
 from ..teacher import Teacher, TopKTeacher
-from .backward import refuse_double_backward
-from .chunk_size import Visit, visit
+from .chunk_size import Selection, select_tokens
+from .gradients import refuse_double_backward
 from .kept import make_token_mask
 from .lm_head import LMHead
-from .loop import Pass
+from .loop import HeadPass
 from .products import pinned_matmul_precision
 from .shared import (
     is_capturing,
@@ -32,7 +32,7 @@ from .shared import (
     unseen_by_modes,
 )
 from .teacher import TeacherHead, TopKHead, new_teacher
-from .vocab_parallel import VocabSlice, describe
+from .vocab_parallel import VocabSlice, signature
 
 
 class LogpsTokens(NamedTuple):
@@ -58,7 +58,7 @@ class LogpsCall(NamedTuple):
     @property
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
-        return describe(*self.tokens[1:]), self.numbers, self.want_entropy, self.backend, self.compute_dtype
+        return signature(*self.tokens[1:]), self.numbers, self.want_entropy, self.backend, self.compute_dtype
 
 
 def logps_from_hidden(
@@ -88,10 +88,10 @@ class Opened(NamedTuple):
     """A pass for log-probabilities alone; its tokens."""
 
     head: LMHead
-    tokens: Pass
+    tokens: HeadPass
     mask: Optional[Tensor]  # (N,) bool, None where there is none
     every_row: bool  # no shape may depend on values
-    visit: Visit
+    chosen: Selection
 
 
 def open_pass(
@@ -123,7 +123,7 @@ def open_pass(
         temperature = _filled(expanded, mask, 1.0).to(device=device, dtype=dtype)
     sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=every_row)
     sampled = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
-    tokens = Pass(
+    tokens = HeadPass(
         head, sampled.contiguous().long(), temperature, LogitTransform(logit_scale, softcap), stats,
         sparse_backward=theta or None, teacher=teacher,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def open_pass(
     if sampling_mask is not None:
         chosen = tokens.add_mask(sampling_mask, mask, mask)
     if chosen is None:
-        chosen = visit(mask, mask, None, every_row=every_row)
+        chosen = select_tokens(mask, mask, None, every_row=every_row)
     return Opened(head, tokens, mask, every_row, chosen)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.operations import HeadChunk, LogitChunk, LogitTransform, Rows, Statistics, TokenMask
-from .chunk_size import Visit, visited
+from .chunk_size import Selection, select_rows
 from .kept import DenseMask, KeptLogits, split
 from .lm_head import GivenLogits, LMHead
 from .sparse import SparsePairs
@@ -38,7 +38,7 @@ class Loss(Protocol):
     def of_all(self) -> tuple[Tensor, Tensor]: ...
 
 
-class Pass:
+class HeadPass:
     """What the chunks of a call share: a head, the tokens (N,) whose statistics it writes, and how rows are read."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Pass:
         self.ids = head.local_ids(ids)
         self.temperature, self.transform, self.stats, self.teacher = temperature, transform, stats, teacher
         self.mask: DenseMask | None = None
-        self.kept: Pass | None = None  # tokens that keep few ids, by products over those
+        self.kept: HeadPass | None = None  # tokens that keep few ids, by products over those
         self.kept_logits: KeptLogits | None = None
         self.pairs: SparsePairs | None = None
         if sparse_backward is not None and isinstance(head, LMHead):  # which GivenLogits refuse
@@ -58,7 +58,7 @@ class Pass:
 
     def add_mask(
         self, mask: TokenMask, scored: Tensor | None, active: Tensor | None, offsets: Tensor | None = None
-    ) -> Visit | None:
+    ) -> Selection | None:
         """Restricts the tokens `scored` (N,) bool to their kept ids. Those with few get a pass of their own, whose
         statistics are written here. Returns the others, None for all; with `offsets` (S + 1,) their numbers per
         sequence. `active` (N,) bool: may have a gradient."""
@@ -77,12 +77,12 @@ class Pass:
         if found.matrices:
             logits = KeptLogits(mask, found.matrices, self.sampled_ids, head, dtype)
             self.kept_logits = logits
-            self.kept = Pass(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
+            self.kept = HeadPass(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
             if isinstance(self.teacher, TopKHead):
                 self.kept.teacher = KeptTeacher(self.teacher, logits, self.temperature)
             for chunk in self.kept.chunks(None):
                 chunk.forward()
-        return found.visit
+        return found.chosen
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Pass:
     def sequences(self, index: Tensor | None, lengths: list[int], way: type[Chunk]) -> list[Chunk]:
         """The tokens `index`, so many per sequence, in chunks of whole sequences."""
         head = self.head
-        rows, size = visited(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
+        rows, size = select_rows(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
         parts, first, start, stop = [], 0, 0, 0
         for i in range(len(lengths) + 1):
             if i == len(lengths) or stop - start + lengths[i] > size:
@@ -197,7 +197,7 @@ class Pass:
 class Chunk:
     """Tokens whose logits are computed, or there already, and whose gradient takes the place of the logits."""
 
-    def __init__(self, shared: Pass, rows: Rows, sequences: slice | None = None) -> None:
+    def __init__(self, shared: HeadPass, rows: Rows, sequences: slice | None = None) -> None:
         self.shared, self.rows, self.sequences = shared, rows, sequences
 
     def forward(self) -> None:
@@ -281,26 +281,26 @@ class FusedExponentials(Exponentials):
         p.put(self.rows, found)
 
 
-def run(p: Pass, loss: Loss, visit: Visit, *, gradients: bool, has_entropy: bool, every_row: bool) -> None:
+def run(p: HeadPass, loss: Loss, chosen: Selection, *, gradients: bool, has_entropy: bool, every_row: bool) -> None:
     """Makes the statistics of a batch known and, with `gradients`, leaves the gradients of the loss in the head.
 
     has_entropy: a gradient goes through the entropy. every_row: no shape depends on the data.
     """
-    lengths = visit.lengths
+    lengths = chosen.lengths
     fits = lengths is not None and max(lengths, default=0) <= p.head.sequence_rows
     if not gradients or loss.by_batch or (loss.by_sequence and not fits):
-        p.forward(visit.scored)
+        p.forward(chosen.scored)
         if gradients:
             p.backward(*loss.of_all(), every_row=every_row)
         return
-    if visit.rest is not None:
-        p.forward(visit.rest)
+    if chosen.scored_only is not None:
+        p.forward(chosen.scored_only)
     way = p.way(has_entropy)
     if loss.by_sequence and lengths is not None:
-        chunks = p.sequences(visit.active, lengths, way)
+        chunks = p.sequences(chosen.has_gradient, lengths, way)
     else:
         options = {"exponentials": True} if way is FusedExponentials else {}
-        chunks = [way(p, rows) for rows in p.head.chunks(visit.active, **options)]
+        chunks = [way(p, rows) for rows in p.head.chunks(chosen.has_gradient, **options)]
     for chunk in chunks:
         chunk.forward()
         # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.

@@ -26,15 +26,15 @@ from ..objective.loss import GRPOLoss
 from ..objective.metrics import Batch
 from ..objective.tokens import Rules, TokenInputs, Tokens, plan, rules_of
 from ..teacher import Teacher, TopKTeacher
-from .backward import FinishedGradients, finish_in_forward, refuse_double_backward, times, waiting_dtype
-from .chunk_size import visit
+from .chunk_size import select_tokens
+from .gradients import PrecomputedGradients, compute_in_forward, refuse_double_backward, scaled_copy, stored_dtype
 from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
-from .loop import Pass, run
+from .loop import HeadPass, run
 from .products import pinned_matmul_precision
 from .shared import is_capturing, no_gradients, refuse_capture, table_dtype, takes_operator, unseen_by_modes
 from .teacher import TeacherHead, TopKHead, new_teacher
-from .vocab_parallel import VocabSlice, describe
+from .vocab_parallel import VocabSlice, signature
 
 # On a GPU the products of so few rows take as long as reading the weight: a row left out saves nothing, and reading the
 # counts of rows costs a wait for the device. An H200 does 206 operations of a 16-bit product in the time in which it
@@ -57,7 +57,7 @@ class LossCall(NamedTuple):
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
         batch = self.batch
-        return batch.config.key, batch.num_groups, batch.backend, self.compute_dtype, describe(*batch.tokens)
+        return batch.config.key, batch.num_groups, batch.backend, self.compute_dtype, signature(*batch.tokens)
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         )
         return loss, logps.detach(), entropy, found, others
     if any(call.wants):
-        return finish_in_forward("fused_grpo_loss", partial(_compute, call=call), hidden, weight, bias)
+        return compute_in_forward("fused_grpo_loss", partial(_compute, call=call), hidden, weight, bias)
     with torch.no_grad():
         return _compute(hidden, weight, bias, call)[0]
 
@@ -87,7 +87,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
 @unseen_by_modes
 def _compute(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
-) -> tuple[tuple[Tensor, ...], FinishedGradients]:
+) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     """(results, gradients). To be called under no_grad."""
     ids, config, kernels = call.completion_ids, call.batch.config, get_backend(call.batch.backend)
     inputs = _stored(call.batch.tokens)
@@ -135,15 +135,15 @@ def _loss_of_head(
     transform = LogitTransform(config.logit_scale, config.logit_softcap or 0.0)
     if teacher is not None:
         teacher.weight = config.distill_coef * tokens.dloss_direct
-    p = Pass(
+    p = HeadPass(
         head, tokens.ids, tokens.temperature, transform, stats, sparse_backward=config.sparse_backward, teacher=teacher
     )
     chosen = None
     sequences = tokens.sequences if by_sequence else None
     if mask is not None:
-        chosen = p.add_mask(mask, tokens.scored, tokens.active, None if sequences is None else sequences.offsets)
+        chosen = p.add_mask(mask, tokens.scored, tokens.has_gradient, None if sequences is None else sequences.offsets)
     if chosen is None:
-        chosen = visit(tokens.scored, tokens.active, sequences, every_row=every_row)
+        chosen = select_tokens(tokens.scored, tokens.has_gradient, sequences, every_row=every_row)
     divergence = None if teacher is None else teacher.divergence
     groups = inputs.group_index, call.batch.num_groups
     fused = fused_objective(call.batch, tokens.rules, stats.logp.dtype)
@@ -205,13 +205,15 @@ def loss_from_logits(logits: Tensor, call: LossCall, *, inplace: bool) -> tuple[
 
     inplace: the gradient replaces the logits, if their memory allows it.
     """
-    return finish_in_forward("grpo_loss_from_logits", partial(_compute_from_logits, call=call, inplace=inplace), logits)
+    return compute_in_forward(
+        "grpo_loss_from_logits", partial(_compute_from_logits, call=call, inplace=inplace), logits
+    )
 
 
 @unseen_by_modes
 def _compute_from_logits(
     logits: Tensor, *, call: LossCall, inplace: bool
-) -> tuple[tuple[Tensor, ...], FinishedGradients]:
+) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     """Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied."""
     inputs, kernels = _stored(call.batch.tokens), get_backend(call.batch.backend)
     flat = stored(logits.detach())[0].reshape(-1, logits.shape[-1])
@@ -228,7 +230,7 @@ def _compute_from_logits(
     if any(call.wants) and reused:
         torch.autograd.graph.increment_version(logits)
     gradient = flat.view(logits.shape) if any(call.wants) else None
-    return results, FinishedGradients([gradient], [logits.dtype], kernels, [head.gradient_scale])
+    return results, PrecomputedGradients([gradient], [logits.dtype], kernels, [head.gradient_scale])
 
 
 def _clear_rows(x: Tensor, chosen: Tensor) -> None:
@@ -287,7 +289,7 @@ def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dty
         f(_found_shape(batch, dtype), dtype=dtype),
         f(sum(batch.others.values()), dtype=dtype),
         *(
-            x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
+            x.new_empty(x.shape, dtype=stored_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
         ),
     )
@@ -308,7 +310,7 @@ def _hand_out_gradients(operator: Any, name: str, count: int) -> None:
         refuse_double_backward(name)
         wants = [g_loss is not None and want for want in ctx.needs_input_grad[:count]]
         gradients = zip(ctx.saved_tensors, ctx.dtypes, wants, strict=True)
-        return *(times(x, g_loss, dtype) if want else None for x, dtype, want in gradients), *ctx.others
+        return *(scaled_copy(x, g_loss, dtype) if want else None for x, dtype, want in gradients), *ctx.others
 
     operator.register_autograd(hand_out, setup_context=save)
 

@@ -40,7 +40,7 @@ from .kept import KeptLogits
 from .lm_head import LMHead
 
 # The least mass of the ids that the teacher leaves out: what float32 log-probabilities tell from none.
-LEAST_REST = 2.0**-24
+MIN_TAIL_MASS = 2.0**-24
 
 
 class TeacherHead:
@@ -72,7 +72,7 @@ class TeacherHead:
 # --- K ids -----------------------------------------------------------------------------------------------------------
 
 
-class Slopes(NamedTuple):
+class TopKGradients(NamedTuple):
     """D (C,), dD/dz of the K ids (C, K); of another id: dD/dz = p_j outside + (share of j in the rest) of_rest (C,)."""
 
     divergence: Tensor
@@ -131,7 +131,7 @@ class TopKHead:
         entries). coefficients (N,): these two and d loss / d divergence. To be called before the gradient takes the
         place of the logits."""
         rows, stats, sampled = chunk.rows, chunk.stats, chunk.rows.take(chunk.ids)
-        g_logp, g_entropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
+        dlogp, dentropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
         columns = torch.cat([rows.take(self.ids), sampled[:, None]], 1)
         log_p, chain = _log_p(chunk, columns)
         found = self._slopes(chunk, log_p[:, :-1])
@@ -143,17 +143,17 @@ class TopKHead:
         share = (log_p[:, -1:] - log_rest).exp()
         of_sampled = torch.where(is_inside.any(1, keepdim=True), inside, p[:, -1:] * outside + share * of_rest)
         slope = torch.where(weight != 0, weight * torch.cat([found.inside, of_sampled], 1), 0.0)
-        entropy = torch.where(g_entropy != 0, rows.take(stats.entropy).double()[:, None], 0.0)
-        surprise = torch.where(p == 0, 0.0, p * (log_p + entropy))
-        gradient = slope - g_logp * p - g_entropy * surprise + g_logp * (columns == sampled[:, None])
-        # The row kernel computes e^(z_j - lse) (-g_logp - g_entropy (z_j - lse + H)); here lse is that of the rest, so
+        entropy = torch.where(dentropy != 0, rows.take(stats.entropy).double()[:, None], 0.0)
+        weighted_logp = torch.where(p == 0, 0.0, p * (log_p + entropy))
+        gradient = slope - dlogp * p - dentropy * weighted_logp + dlogp * (columns == sampled[:, None])
+        # The row kernel computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)); here lse is that of the rest, so
         # the coefficients are times its mass, and H moves along.
         mass = log_rest.exp()
-        g_others = mass * g_logp - torch.where(weight != 0, weight * (mass * outside + of_rest), 0.0)
+        g_others = mass * dlogp - torch.where(weight != 0, weight * (mass * outside + of_rest), 0.0)
         lse, moved = rows.take(stats.lse)[:, None] + log_rest, rows.take(stats.entropy).double()[:, None] + log_rest
         others = Statistics(*(x.clone() for x in stats))
         at_logp, at_entropy = (x.clone() for x in coefficients[:2])
-        changed = (others.lse, lse), (others.entropy, moved), (at_logp, g_others), (at_entropy, mass * g_entropy)
+        changed = (others.lse, lse), (others.entropy, moved), (at_logp, g_others), (at_entropy, mass * dentropy)
         for kept, x in changed:
             rows.put(kept, x.squeeze(1).to(kept.dtype))
         return chunk._replace(stats=others), at_logp, at_entropy, Entries(columns, gradient * chain)
@@ -165,7 +165,7 @@ class TopKHead:
         log_rest = (rows.take(self.rest.lse) - rows.take(stats.lse))[:, None]
         return torch.where(log_rest > -torch.inf, log_rest, 0.0)
 
-    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> Slopes:
+    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradients:
         """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
         rows, transform = chunk.rows, self.transform
         used, log_q, lse = rows.take(self.used), rows.take(self.log_q), rows.take(chunk.stats.lse)
@@ -175,21 +175,21 @@ class TopKHead:
         outcomes = log_p, log_q
         if self.mode == "tail":
             log_rest = rows.take(self.rest.lse) - lse
-            others = (1 - rows.take(self.mass)).clamp(min=LEAST_REST).log()
+            others = (1 - rows.take(self.mass)).clamp(min=MIN_TAIL_MASS).log()
             has_rest = log_rest > -torch.inf  # else every id is among the K
             rest = torch.stack([log_rest, torch.where(has_rest, others, -torch.inf)], 1)
             outcomes = torch.cat([log_p, rest[:, :1]], 1), torch.cat([log_q, rest[:, 1:]], 1)
         p = outcomes[0].exp()
-        divergence, pull = _divergence(*outcomes, transform)
+        divergence, dlogp_term = _divergence(*outcomes, transform)
         if self.mode == "truncate" and transform.divergence == "reverse_kl":
-            pull = pull + p  # whose sum over all outcomes is 1 in the other modes
-        mean = pull.sum(1)
-        inside = pull - p * mean[:, None]
+            dlogp_term = dlogp_term + p  # whose sum over all outcomes is 1 in the other modes
+        mean = dlogp_term.sum(1)
+        inside = dlogp_term - p * mean[:, None]
         outside, of_rest = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)
         if self.mode == "tail":
-            inside, of_rest = inside[:, :-1], pull[:, -1]
+            inside, of_rest = inside[:, :-1], dlogp_term[:, -1]
         # A place that is not used has the entry of the id that it repeats.
-        return Slopes(divergence, torch.where(used, inside, inside[:, :1]), outside, of_rest)
+        return TopKGradients(divergence, torch.where(used, inside, inside[:, :1]), outside, of_rest)
 
 
 class KeptTeacher(TeacherHead):
@@ -216,13 +216,13 @@ def _divergence(log_p: Tensor, log_q: Tensor, transform: TeacherTransform) -> tu
     """(D (C,), p dD/dp (C, outcomes)); "reverse_kl": without the p of its derivative."""
     p, q, b = log_p.exp(), log_q.exp(), transform.divergence_beta
     if transform.divergence == "reverse_kl":
-        pull = p * _ratio(log_p, log_q)
-        return pull.sum(1), pull
+        dlogp_term = p * _ratio(log_p, log_q)
+        return dlogp_term.sum(1), dlogp_term
     if transform.divergence == "forward_kl":
         return (q * _ratio(log_q, log_p)).sum(1), -q
     log_m = torch.logaddexp(log_p + math.log(1 - b), log_q + math.log(b))
-    pull = (1 - b) * p * _ratio(log_p, log_m)
-    return (b * q * _ratio(log_q, log_m)).sum(1) + pull.sum(1), pull
+    dlogp_term = (1 - b) * p * _ratio(log_p, log_m)
+    return (b * q * _ratio(log_q, log_m)).sum(1) + dlogp_term.sum(1), dlogp_term
 
 
 def _places(matrix: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ class VocabSlice(NamedTuple):
         distributed.all_reduce(x, group=self.group)
 
 
-def agree(
+def exchange_and_check(
     group: ProcessGroup,
     hidden: Tensor,
     weight: Tensor,
@@ -123,14 +123,14 @@ def agree(
     return VocabSlice(group, sizes, distributed.get_rank(group), min(multiprocessors))
 
 
-def describe(*tensors: Tensor | None) -> list[tuple[object, ...] | None]:
+def signature(*tensors: Tensor | None) -> list[tuple[object, ...] | None]:
     """Shapes and types, which ranks compare."""
     return [None if x is None else (tuple(x.shape), x.dtype) for x in tensors]
 
 
 @contextmanager
-def announced_errors(group: ProcessGroup | None, hidden: object) -> Iterator[None]:
-    """Tell the other ranks, which wait in `agree`, where this one refuses its arguments."""
+def broadcast_failure(group: ProcessGroup | None, hidden: object) -> Iterator[None]:
+    """Tell the other ranks, which wait in `exchange_and_check`, where this one refuses its arguments."""
     try:
         yield
     except Exception:

@@ -46,7 +46,7 @@ class Batch(NamedTuple):
         """The names of what GRPOLoss.finish returns."""
         inputs, rules = self.tokens, rules_of(self.tokens, self.config, self.shape, self.has_teacher)
         present = {
-            "scored": inputs.completion_mask is not None or not (self.config.score_inactive or rules.all_active),
+            "scored": inputs.completion_mask is not None or not (self.config.score_inactive or rules.all_have_gradient),
             "kl": rules.has_kl,
             "old": rules.has_old,
             "rollout": inputs.rollout_logps is not None,

@@ -51,14 +51,14 @@ class Rules(NamedTuple):
     has_entropy: bool  # an entropy bonus
     has_threshold: bool  # of the entropy, below which tokens lose their surrogate
     whole_sequences: bool  # a token's gradient depends on the log-probabilities of its sequence
-    all_active: bool  # every token that counts may have a gradient
+    all_have_gradient: bool  # every token that counts may have a gradient
 
 
 @dataclass(slots=True)
 class Tokens:
     """The tokens of a batch, (N,) each in the type of the loss; padding holds neutral values.
 
-    scored: bool, logps, entropy and metrics are wanted. active: bool, may have a gradient: one that is not has a
+    scored: bool, logps, entropy and metrics are wanted. has_gradient: bool, may have one: one that is not has a
     gradient of exactly 0. None in either: all tokens.
     """
 
@@ -68,7 +68,7 @@ class Tokens:
     lengths: Lengths
     ids: Tensor  # int64, 0 at padding
     scored: Tensor | None
-    active: Tensor | None
+    has_gradient: Tensor | None
     temperature: Tensor
     advantage: Tensor
     dloss_direct: Tensor  # d loss / d value, for what flows through logp itself; also the weight of the value
@@ -157,7 +157,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         total = total if level == "sequence_sum" else total / lengths.at_least_one
         via_ratio = fill(sequences.spread(total), 0.0)
     active = mask
-    if not rules.all_active:
+    if not rules.all_have_gradient:
         active = advantage != 0 if not config.pushes_without_advantage else torch.ones_like(advantage, dtype=torch.bool)
         if scale is not None:
             active = active & (scale != 0)
@@ -179,7 +179,8 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
     flat = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
     return Tokens(
         config, rules, sequences, lengths, flat.long().contiguous(),
-        scored=mask if config.score_inactive else active, active=active, temperature=temperature, advantage=advantage,
+        scored=mask if config.score_inactive else active, has_gradient=active, temperature=temperature,
+        advantage=advantage,
         dloss_direct=weight, dloss_via_ratio=via_ratio, dloss_dentropy=dentropy, old=old,
         ref=fill(inputs.ref_logps, 0.0) if inputs.ref_logps is not None and rules.has_kl else None,
         rollout=rollout, rollout_weight=rollout_weight, surrogate_scale=scale,
@@ -223,8 +224,8 @@ def _derive(inputs: TokenInputs, config: Any, constant: bool, has_teacher: bool)
     has_entropy = inputs.entropy_coef is not None or config.entropy_coef != 0.0
     whole = _needs_whole_sequences(inputs, config, has_old, has_kl, constant)
     has_threshold = inputs.entropy_threshold is not None or config.entropy_threshold is not None
-    all_active = has_entropy or has_teacher or (config.beta != 0.0 and has_kl)
-    return Rules(has_old, has_kl, has_entropy, has_threshold, whole, all_active)
+    all_have_gradient = has_entropy or has_teacher or (config.beta != 0.0 and has_kl)
+    return Rules(has_old, has_kl, has_entropy, has_threshold, whole, all_have_gradient)
 
 
 def _needs_whole_sequences(inputs: TokenInputs, config: Any, has_old: bool, has_kl: bool, constant: bool) -> bool:

@@ -23,7 +23,7 @@ TARGET_EXPONENT = 3
 PIECE_ELEMENTS = 2**22  # converted at a time, so that no second whole matrix of float32 is made
 
 
-class WaitingPairs(NamedTuple):
+class DeferredPairs(NamedTuple):
     """A share of the weight's gradient that is no matrix: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
 
     dlogits: Tensor
@@ -39,13 +39,13 @@ class WaitingPairs(NamedTuple):
 
 
 @dataclass
-class FinishedGradients:
+class PrecomputedGradients:
     """What a forward pass leaves for its backward.
 
     It is kept on the autograd node, not by save_for_backward: hooks on saved tensors (save_on_cpu) would move a (V, H)
     gradient to the host and back, and checkpointing would compute it a second time only to save it.
 
-    tensors: one per input, in `waiting_dtype` of its type, or None where not wanted. dtypes: of the inputs.
+    tensors: one per input, in `stored_dtype` of its type, or None where not wanted. dtypes: of the inputs.
     scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
     accumulate_into: the caller's float32 buffer that the weight's gradient, tensors[1] and `waiting`, is added to, if
         any.
@@ -56,15 +56,15 @@ class FinishedGradients:
     backend: Backend
     scales: list[Tensor | None]
     accumulate_into: Tensor | None = None
-    waiting: list[WaitingPairs] = field(default_factory=list)
+    waiting: list[DeferredPairs] = field(default_factory=list)
 
     def without_scales(self) -> list[Tensor | None]:
         """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
         waiting = zip(self.tensors, self.scales, self.dtypes, strict=True)
-        return [None if x is None else times(x, None if s is None else 1 / s, dtype) for x, s, dtype in waiting]
+        return [None if x is None else scaled_copy(x, None if s is None else 1 / s, dtype) for x, s, dtype in waiting]
 
 
-def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which the gradient of an input of `dtype` is kept from the forward to the backward."""
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -80,7 +80,7 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), scale, 1.0)
 
 
-def times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled_copy(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x * factor () as a tensor of `dtype`, rounded once: torch would round the factor to a 16-bit type of x."""
     if factor is None:
         return x.to(dtype)
@@ -125,7 +125,7 @@ def scale_gradient(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch
     at it here, the kernels of a GPU, which the host must not wait for, do so themselves.
     """
     if dtype != saved.dtype or type(saved) is not Tensor or keeps_graph():
-        return times(saved, factor, dtype)
+        return scaled_copy(saved, factor, dtype)
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return saved
     if saved.is_contiguous():
@@ -135,7 +135,7 @@ def scale_gradient(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch
     return saved
 
 
-class _Finished(torch.autograd.Function):
+class _Precomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, compute, others, *inputs):
         """The others get what comes with the loss and has no gradient: autograd has nothing to do with it."""
@@ -150,21 +150,21 @@ class _Finished(torch.autograd.Function):
         return None, None, None, *_scale_gradients(ctx, *stored(g_loss))
 
 
-def finish_in_forward(
-    name: str, compute: Callable[..., tuple[tuple[Tensor, ...], FinishedGradients]], *inputs: Tensor | None
+def compute_in_forward(
+    name: str, compute: Callable[..., tuple[tuple[Tensor, ...], PrecomputedGradients]], *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The results of `compute`, called under no_grad; the first, a loss, is differentiable in the inputs.
 
     name: of the public function, for errors.
     """
     others: list[Tensor] = []
-    loss = _Finished.apply(name, compute, others, *inputs)
+    loss = _Precomputed.apply(name, compute, others, *inputs)
     return loss, *others
 
 
 def _scale_gradients(ctx: Any, factor: Tensor) -> list[Tensor | None]:
     """`scale_gradient` for all of `ctx.gradients`, which it lets go of unless the graph is kept."""
-    gradients: FinishedGradients | None = ctx.gradients
+    gradients: PrecomputedGradients | None = ctx.gradients
     if gradients is None:
         raise RuntimeError(f"grpo_kernels.{ctx.name}: a second backward needs retain_graph=True in the first")
     if not keeps_graph():
