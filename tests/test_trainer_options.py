@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,9 @@ from grpo_kernels.trainer.batch import denominators, step_ends
 from grpo_kernels.trainer.log import TRL_NAMES
 from grpo_kernels.trainer.rollout import Completion
 
-LOSSES = {preset: {"loss_type": preset} for preset in available_presets()}
+# Those that test_trainer_parity.py does not compare with TRL's.
+COMPARED = {"dapo", "bnpo", "cispo", "dr_grpo", "grpo", "luspo", "sapo", "vespo"}
+LOSSES = {preset: {"loss_type": preset} for preset in available_presets() if preset not in COMPARED}
 LOSSES["gmpo"] = {"loss_type": "bnpo", "loss_options": {"surrogate": "gmpo"}}
 
 
@@ -132,56 +132,23 @@ def test_what_reward_functions_log(trained):
     assert sample["extra"]["reward"] == "2020-01-01" and isinstance(sample["reward"], float)
 
 
-def tokenizer_of(kind):
-    """Bytes, some of them joined; words behind a blank, the first of which is stripped; bytes as a
-    fallback. With an end that is a special token."""
-    if kind == "bytes":
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        merges = [("a", "\u010a"), ("\u010a", "\u010a"), ("\u00e3", "\u0122")]  # a\n, \n\n, part of a character
-        words = {word: i for i, word in enumerate([*alphabet, *map("".join, merges)])}
-        made = Tokenizer(models.BPE(words, merges))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = decoders.ByteLevel()
-    else:
-        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"ab\u2581", "\u2581a", "\u2581ab", "b\u2581"]
-        merges = [("\u2581", "a"), ("\u2581a", "b"), ("b", "\u2581")]
-        made = Tokenizer(
-            models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True)
-        )
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        made.decoder = decoders.Sequence([
-            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
-        ])  # fmt: skip
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
-
-
-@pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_steps_are_those_of_the_text_whatever_its_tokens(kind):
+@pytest.mark.parametrize("text", ["a\nbc\nd", "\u3002\n\u3002\u3002\n", "\n\n", "ab", "caf\u00e9\nb"])
+def test_steps_are_those_of_the_text_whatever_its_tokens(text):
     """As many as a split of the text finds; each ends with the first token with which its delimiter is whole."""
-    tokenizer, rng = tokenizer_of(kind), random.Random(0)
-    delimiters = ["\n", "\n\n", "\u3002", "\u2192", "\u00e9", " \u043a\u0438", " a", "b ", "\U0001f600", "aa"]
-
-    def text_of(ids):
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
-    for _ in range(100):
-        text = "".join(rng.choice([*delimiters, *"abab  \n"]) for _ in range(rng.randrange(12)))
-        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        for delimiter in delimiters:
-            parts = text_of(ids).split(delimiter)
-            parts = parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts
-            starts = [delimiter.join(parts[:i]) + delimiter for i in range(1, len(parts))]
-            expected = [next(k for k in range(len(ids)) if text_of(ids[: k + 1]).startswith(start)) for start in starts]
-            assert step_ends(ids, tokenizer, delimiter) == [*expected, len(ids) - 1], (text, delimiter)
-
-
-def test_finding_steps_takes_time_that_grows_with_the_tokens():
-    tokenizer, seconds = tokenizer_of("bytes"), []
-    for count in (500, 4000):
-        ids, start = tokenizer("ab\n\u3002" * count)["input_ids"], time.process_time()
-        assert len(step_ends(ids, tokenizer, "\u3002")) == count
-        seconds.append(time.process_time() - start)
-    assert seconds[1] < 24 * seconds[0], "8 times as many; 64 where it is quadratic"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "\u010a"), ("\u010a", "\u010a"), ("\u00e3", "\u0122")]  # a\n, \n\n, part of a character
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate([*alphabet, *map("".join, merges)])}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    for delimiter in ("\n", "\n\n", "\u3002", "\u00e9"):
+        parts = text.split(delimiter)
+        parts = parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts
+        starts = [delimiter.join(parts[:i]) + delimiter for i in range(1, len(parts))]
+        decoded = [tokenizer.decode(ids[: k + 1], skip_special_tokens=True) for k in range(len(ids))]
+        expected = [next(k for k, words in enumerate(decoded) if words.startswith(start)) for start in starts]
+        assert step_ends(ids, tokenizer, delimiter) == [*expected, len(ids) - 1]
 
 
 def test_denominators_count_what_is_scored():
@@ -252,9 +219,8 @@ def test_a_reward_that_changes_the_working_directory(model, data, tmp_path, monk
     options = {"model": Path("model"), "data": Path("data.jsonl"), "save_steps": 1, "max_steps": 4,
                "reward_funcs": "away.py:ids", "eval_dataset_name": "data.jsonl"}  # fmt: skip
     for name, further in (
-        ("run", {"save_total_limit": 9, "teacher_model_name_or_path": "model"}),
-        ("resumed", {"resume_from_checkpoint": "run/checkpoint-2", "teacher_model_name_or_path": "model"}),
-        ("run", {"resume_from_checkpoint": "auto", "teacher_model_name_or_path": "model"}),
+        ("run", {"save_total_limit": 9}),
+        ("resumed", {"resume_from_checkpoint": "run/checkpoint-2"}),
     ):
         monkeypatch.chdir(tmp_path)
         assert run(output=Path(name), **options, **further) == 0

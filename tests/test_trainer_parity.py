@@ -55,7 +55,7 @@ def command_line(output: Path, *, family: str = "llama", **options: Any) -> list
     given["optim_args"] = {name: given.pop(name) for name in ("betas", "eps") if name in given}
     given["loss_options"] = {name: value for name in LOSS_OPTIONS if (value := given.pop(name, None))}
     return [
-        f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"
+        f"--{name}={json.dumps(value) if isinstance(value, (bool, dict)) else value}"
         for name, value in given.items()
         if value is not None
     ]

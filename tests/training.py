@@ -56,7 +56,7 @@ def arguments(model: Path, data: Path, output: Path, **options: Any) -> list[str
     given |= options
     words = ["--use-cpu"]
     for name, value in given.items():
-        value = json.dumps(value) if isinstance(value, dict) else value
+        value = json.dumps(value) if isinstance(value, (bool, dict)) else value
         values = value if isinstance(value, (list, tuple)) else [value]
         words += [] if value is None else [f"--{name}", *map(str, values)]
     return words

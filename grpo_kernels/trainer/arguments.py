@@ -58,13 +58,10 @@ ARITHMETIC_RUN: dict[str, Any] = {
     "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20,
     "lr_scheduler_type": "constant_with_warmup",
 }  # fmt: skip
-DEMO = {**ARITHMETIC_RUN, "output_dir": "grpo-demo", "resume_from_checkpoint": "auto"}
 # In --help an option belongs to the group that begins with it or with the nearest option above it.
 GROUPS = {
-    "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": "rewards",
-    "num_generations": "sampling", "use_vllm": "vLLM", "per_device_train_batch_size": "batches", "loss": "loss",
-    "teacher_model_name_or_path": "teacher", "learning_rate": "optimisation", "eval_steps": "evaluation",
-    "save_steps": "saving and logging",
+    "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "num_generations": "sampling",
+    "per_device_train_batch_size": "loss", "learning_rate": "optimisation", "eval_steps": "evaluation and saving",
 }  # fmt: skip
 
 
@@ -219,14 +216,6 @@ class TrainArguments:
             return True
         return hasattr(type(self), name) and bool(getattr(self, name) != getattr(type(self), name))
 
-    def with_absolute_paths(self) -> TrainArguments:
-        """The same options, whatever the working directory becomes: a reward function may change it."""
-        paths: dict[str, Any] = {"output_dir": str(Path(self.output_dir).absolute())}
-        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
-            if (path := getattr(self, name)) is not None and Path(path).exists():
-                paths[name] = str(Path(path).absolute())
-        return dataclasses.replace(self, **paths)
-
     def loss_config(self) -> GRPOConfig:
         """The loss: the preset with what was given."""
         fixed = GRPOConfig.preset(self.loss_type).aggregation == "fixed_length"
@@ -358,24 +347,6 @@ DESCRIPTIONS = {
 }
 
 
-def _truth(text: str) -> bool:
-    """As in YAML."""
-    found = yaml.safe_load(text)
-    if not isinstance(found, bool):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected true or false")
-    return found
-
-
-def _json(text: str) -> Json:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected an object of JSON")
-    return found
-
-
 def make_parser(command: str) -> argparse.ArgumentParser:
     """The options of `TrainArguments`, in groups. What is not given is not in the namespace."""
     parser = argparse.ArgumentParser(
@@ -391,28 +362,26 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     for field in dataclasses.fields(TrainArguments):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
-        default = DEMO.get(field.name, field.default) if command == "demo" else field.default
-        _add_option(group, field, hints[field.name], default)
+        _add_option(group, field, hints[field.name])
     return parser
 
 
-def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any, default: Any) -> None:
+def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     """The type of the field says how an option is read, and what is shown of its values."""
     hint = next((part for part in get_args(hint) if NoneType in get_args(hint) and part is not NoneType), hint)
     several = get_origin(hint) is list
     hint = get_args(hint)[0] if several else hint
     kind, choices = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
-    name, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
+    name, text, default = f"--{field.name.replace('_', '-')}", field.metadata["help"], field.default
     if kind is bool:
-        group.add_argument(name, type=_truth, nargs="?", const=True, metavar="B", help=text)
+        group.add_argument(name, type=json.loads, nargs="?", const=True, metavar="true", help=text)
         return
     if default not in (None, dataclasses.MISSING):
-        default = " ".join(default) if isinstance(default, list) else default
         text += f" (default: {default!r})" if default == "\n" else f" (default: {default})"
     shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}.get(kind)
     group.add_argument(
-        name, type=_json if kind == Json else kind, nargs="+" if several else None,
-        metavar=shown or "JSON", help=text.replace("%", "%%"),
+        name, type=json.loads if kind == Json else kind, nargs="+" if several else None, metavar=shown or "JSON",
+        help=text,
     )  # fmt: skip
 
 
@@ -444,21 +413,14 @@ def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:
 def _from_yaml(path: str) -> list[str]:
     """The options of a file as words of a command line, so that both are read alike."""
     try:
-        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"config={path}: {error}") from None
-    if not isinstance(options, dict):
-        raise ValueError(f"config={path} holds a {type(options).__name__}; expected options, one 'name: value' a line")
-    unknown = {str(name).replace("-", "_") for name in options} - TrainArguments.__dataclass_fields__.keys()
-    if unknown:
-        names = ", ".join(name + suggestion(name) for name in sorted(unknown))
-        raise ValueError(f"config={path} has the unknown options {names}")
+        options = dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"config={path}: {error}; expected options, one 'name: value' a line") from None
     words = []
     for name, value in options.items():
-        if isinstance(value, list):
-            words += [f"--{name.replace('_', '-')}", *map(str, value)] if value else []
-        elif value is not None:
-            words.append(f"--{name.replace('_', '-')}={json.dumps(value) if isinstance(value, dict) else value}")
+        values = value if isinstance(value, list) else [value]
+        values = [json.dumps(x) if isinstance(x, (bool, dict)) else str(x) for x in values if x is not None]
+        words += [f"--{name.replace('_', '-')}", *values] if values else []
     return words
 
 

@@ -140,7 +140,8 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
     if checkpoint is not None and not a.use_peft:
         lm = _load(str(checkpoint), str(checkpoint.resolve()), a)
     elif given is None:
-        lm = _load(path, base or path, a)
+        base_model = base or (str(Path(path).resolve()) if Path(path).exists() else path)
+        lm = _load(path, base_model, a)
     continues = base is not None or is_peft_model(lm)
     if is_peft_model(lm) and adapter is not None:
         lm.load_adapter(adapter, lm.active_adapters[0], is_trainable=True)

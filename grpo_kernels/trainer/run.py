@@ -70,8 +70,8 @@ def advice_on_memory(phase: Callable[[], str]) -> Iterator[None]:
 
 
 class Run:
-    """The parts of a run. policy: as the accelerator prepared it; checkpoint: the one to go on from; options: as
-    given, which files record; arguments: the same with absolute paths.
+    """The parts of a run. policy: as the accelerator prepared it; checkpoint: the one to go on from; options: the
+    arguments as files record them.
 
     Making them raises ValueError or TypeError, one sentence, with nothing overwritten.
     """
@@ -81,8 +81,8 @@ class Run:
         self.ranks = Ranks(use_cpu=arguments.use_cpu)
         arguments.check(self.ranks.count)
         self.options = to_json(arguments, self.ranks.count)
-        self.arguments = a = arguments.with_absolute_paths()
-        self.folder = Path(a.output_dir)
+        self.arguments = a = arguments
+        self.folder = Path(a.output_dir).absolute()  # a reward function may change the working directory
         self.accelerator = make_accelerator(a)
         with self.ranks.raise_on_all():
             self.checkpoint = claim_folder(self.folder, arguments, self.ranks.count)
