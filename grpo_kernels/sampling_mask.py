@@ -67,7 +67,7 @@ class SamplingMask:
         for x in (x for row in rows for x in row):
             if type(x) is not int and (isinstance(x, bool) or not isinstance(x, Integral)):
                 raise TypeError(f"kept holds {x!r}; expected integers, one list of them for each token")
-            if not 0 <= x < 2**31:
+            if not 0 <= int(x) < 2**31:
                 raise ValueError(f"kept holds {x}; expected ids >= 0 and below 2^31")
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         ids = torch.tensor([x for row in rows for x in sorted(row)], dtype=torch.int32)
