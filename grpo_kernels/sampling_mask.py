@@ -51,33 +51,26 @@ class SamplingMask:
         length = as_python(length)
         if length is not None and type(length) is not int:
             raise TypeError(f"length is a {type(length).__name__}; expected an integer or None")
-        nested = [_elements(entry) for entry in _elements(kept)]
-        rows: list[list[Any]]
-        flat = [not _is_list(x) for entry in nested for x in entry]
-        if any(flat) and not all(flat):
+        rows: list[list[Any]] = [_elements(entry) for entry in _elements(kept)]
+        shape: tuple[int, ...] = (len(rows),)
+        has_sequences = {_is_list(x) for entry in rows for x in entry}
+        if len(has_sequences) == 2:
             raise TypeError("kept holds ids beside lists of ids; expected one list of ids for each token")
-        if all(flat):
-            rows = nested
-            shape: tuple[int, ...] = (len(rows),)
-            if length is not None:
-                raise ValueError(
-                    f"length={length} belongs to sequences of tokens; a packed list has one entry per token"
-                )
-        else:
-            longest = max(map(len, nested))
+        if True in has_sequences:
+            longest = max(map(len, rows))
             if length is not None and length < longest:
                 raise ValueError(f"length={length}; expected at least {longest}, the tokens of the longest sequence")
-            shape = (len(nested), longest if length is None else length)
-            rows = [list(row) for entry in nested for row in [*entry, *[()] * (shape[1] - len(entry))]]
+            shape = (len(rows), longest if length is None else length)
+            rows = [list(row) for entry in rows for row in [*entry, *[()] * (shape[1] - len(entry))]]
+        elif length is not None:
+            raise ValueError(f"length={length} belongs to sequences of tokens; a packed list has one entry per token")
         for x in (x for row in rows for x in row):
             if type(x) is not int and (isinstance(x, bool) or not isinstance(x, Integral)):
                 raise TypeError(f"kept holds {x!r}; expected integers, one list of them for each token")
-        rows = [sorted(row) for row in rows]
-        for x in (x for row in rows if row for x in (row[0], row[-1])):
-            if not 0 <= x < 2**31:
+            if not 0 <= int(x) < 2**31:
                 raise ValueError(f"kept holds {x}; expected ids >= 0 and below 2^31")
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-        ids = torch.tensor([x for row in rows for x in row], dtype=torch.int32)
+        ids = torch.tensor([x for row in rows for x in sorted(row)], dtype=torch.int32)
         return cls(ids, counts.view(shape))
 
     @classmethod

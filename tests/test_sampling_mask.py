@@ -177,7 +177,7 @@ def test_metrics(way):
 
 
 def test_the_bias_that_it_removes():
-    """Ratios of a policy to itself under top-p 0.8: 1 over the kept ids alone; the numbers of the library's README."""
+    """Ratios of a policy to itself under top-p 0.8: 1 over the kept ids; the numbers of the library's README."""
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(1, 4096, 64, generator=g), 0.3 * torch.randn(2048, 64, generator=g)
     logits = (hidden @ weight.T)[0]

@@ -85,7 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a temperature per token": dict(temperature=torch.linspace(0.5, 2.0, 36).view(6, 6)),
     "every row": dict(static_shapes=True),
     "an entropy mask": dict(entropy_threshold=3.5),
-    "tokens with a gradient alone": dict(score_inactive=False, chunk_rows=7),
+    "only tokens with a gradient": dict(score_inactive=False, chunk_rows=7),
 }
 FEW = ("softcap, scale, temperature", "sequences beyond a chunk")  # for the interpreter
 
@@ -416,7 +416,7 @@ def test_top_k_in_16_bits(backend, mode):
 @pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
 @pytest.mark.parametrize("way", ["gathers", "dense", "both"])
 def test_the_kept_ids_of_a_mask_are_the_teachers(way, backend, divergence, monkeypatch):
-    """A teacher that is renormalised over its ids, and the loss under the same mask: products over these ids alone, or
+    """A teacher that is renormalised over its ids, and the loss under the same mask: products over only these ids, or
     over all, with temperatures, scale and softcap."""
     set_mask_way(monkeypatch, way, VOCAB)
     config = config_of(divergence, temperature=torch.linspace(0.5, 2.0, 36).view(6, 6), logit_softcap=3.0, chunk_rows=7)

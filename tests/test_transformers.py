@@ -325,16 +325,19 @@ def test_noise_is_none_of_the_usual_mistakes():
     logps = own_call(model, inputs)
     result = check_alignment(model, inputs, logps + torch.randn_like(logps))
     assert not result.aligned and result.message.endswith("it looks like none of the usual mistakes")
-    with pytest.raises(ValueError, match=r"logps has shape \(4, 5\); expected \(4, 6\) like completion_ids"):
-        check_alignment(model, inputs, logps[:, :-1])
-    with pytest.raises(ValueError, match="batch has no 'completion_ids'; expected the tensors of fused_forward"):
-        check_alignment(model, {"input_ids": inputs["input_ids"]})
-    with pytest.raises(TypeError, match="batch is a list; expected a dict of the tensors of fused_forward"):
-        check_alignment(model, [inputs["input_ids"]])
-    with pytest.raises(TypeError, match=r"logps is a list; expected a torch\.Tensor"):
-        check_alignment(model, inputs, logps.tolist())
-    with pytest.raises(ValueError, match="batch has no scored token"):
-        check_alignment(model, {**inputs, "completion_mask": torch.zeros(4, LENGTH)})
+    for given, error, message in (
+        ((inputs, logps[:, :-1]), ValueError, "logps has shape (4, 5); expected (4, 6) like completion_ids"),
+        (
+            ({"input_ids": inputs["input_ids"]},),
+            ValueError,
+            "batch has no 'completion_ids'; expected the tensors of fused",
+        ),
+        (([inputs["input_ids"]],), TypeError, "batch is a list; expected a dict of the tensors of fused_forward"),
+        ((inputs, logps.tolist()), TypeError, "logps is a list; expected a torch.Tensor"),
+        (({**inputs, "completion_mask": torch.zeros(4, LENGTH)},), ValueError, "batch has no scored token"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            check_alignment(model, *given)
 
 
 def test_the_base_weight_of_a_head_with_adapters_is_named():

@@ -244,7 +244,7 @@ def test_heads_that_peft_wraps(name, monkeypatch):
 def test_bf16_autocast_stays_near_trls():
     options = dict(loss_type="grpo", bf16=True, beta=0.1)
     found, expected = (computed(parity.trainer_class(t), "plain", options, "train") for t in ("fused", "trl"))
-    # By norm over all weights: a key's bias has a gradient that is rounding alone, which softmax does not see.
+    # By norm over all weights: a key's bias has a gradient that is only rounding, which softmax does not see.
     for run in (found, expected):
         run["weights"] = {"all": torch.cat([g.flatten() for g in run["weights"].values()])}
     assert max(parity.differences(found, expected)) < 0.02

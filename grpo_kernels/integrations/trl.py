@@ -12,7 +12,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..logit_transform import logit_transform
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
-from .lm_head import lm_head_inputs
+from .lm_head import HeadInputs, lm_head_inputs
 
 RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no head for CPUs, where the tests run
 
@@ -45,14 +45,6 @@ _IMAGE_INPUTS = (
 )
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _PER_TOKEN_COUNT = ("cispo", "dapo", "vespo")  # loss types that TRL divides by num_items_in_batch
-
-
-class _Head(NamedTuple):
-    """The lm_head of a call, and what the model does to its output."""
-
-    weight: Tensor
-    bias: Tensor | None
-    options: dict[str, Any]  # temperature, logit_scale, logit_softcap
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -175,10 +167,10 @@ class _LossCall:
         self.policy_loss: Tensor  # as TRL logs it: before the division by accumulation
         self.bonus_sums: Tensor  # (2,): entropies of the tokens with a bonus, and their number
 
-    def __call__(self, hidden: Tensor, head: _Head) -> FusedCausalLMOutput:
-        """hidden (B, P + T, H)."""
+    def __call__(self, head: HeadInputs) -> FusedCausalLMOutput:
+        """Computes the loss from hidden states (B, P + T, H), of which T score completions."""
         trainer, ids = self.trainer, self.inputs["completion_ids"]
-        hidden = hidden[:, -ids.size(1) - 1 : -1]
+        head = head._replace(hidden=head.hidden[:, -ids.size(1) - 1 : -1])
         with torch.no_grad():
             normalizer = self._normalizer()
         # Constant over an accumulation window; an adaptive one is 0 above its target and before the first entropy.
@@ -197,13 +189,13 @@ class _LossCall:
             if options["rollout_logps"] is None and options["old_logps"] is None:  # nothing that could differ
                 config = dataclasses.replace(config, off_policy_mask_threshold=None)
         if quantile < 1.0:
-            loss = self._loss_of_quantile(hidden, head, coefficient, config, options)
+            loss = self._loss_of_quantile(head, coefficient, config, options)
         else:
             count = self.mask.sum().clamp(min=1)
             if coefficient != 0.0:
                 options["entropy_normalizer"] = count * self.accumulation
             self.out = fused_grpo_loss(
-                hidden, head.weight, ids, self.advantages, lm_head_bias=head.bias, config=config, **options
+                head.hidden, head.weight, ids, self.advantages, lm_head_bias=head.bias, config=config, **options
             )
             loss = self.out.loss
             total, _ = self.out.metric_sums["entropy"]
@@ -211,14 +203,15 @@ class _LossCall:
         return FusedCausalLMOutput(loss=loss, log_probs=self.out.logps, entropy=self.out.entropy)
 
     def _loss_of_quantile(
-        self, hidden: Tensor, head: _Head, coefficient: float, config: GRPOConfig, options: dict[str, Any]
+        self, head: HeadInputs, coefficient: float, config: GRPOConfig, options: dict[str, Any]
     ) -> Tensor:
         """Returns the loss from log-probabilities, since the threshold follows from all entropies: the backward
         computes logits of kept tokens again."""
         trainer = self.trainer
         logps, entropy = fused_logps(
-            hidden, head.weight, self.inputs["completion_ids"], completion_mask=self.mask, lm_head_bias=head.bias,
-            entropy=True, sparse_backward=config.sparse_backward, **head.options,
+            head.hidden, head.weight, self.inputs["completion_ids"], completion_mask=self.mask, lm_head_bias=head.bias,
+            entropy=True, temperature=config.temperature, logit_scale=config.logit_scale,
+            logit_softcap=config.logit_softcap, sparse_backward=config.sparse_backward,
         )  # fmt: skip
         assert entropy is not None
         known = entropy.detach()
@@ -312,7 +305,7 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
     @functools.wraps(type(model).forward)  # generate() looks at the signature
     def forward(
         self: Any, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None,
-        grpo_loss: Callable[[Tensor, _Head], FusedCausalLMOutput] | None = None, **kwargs: Any,
+        grpo_loss: Callable[[HeadInputs], FusedCausalLMOutput] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         if not fused_lm_head:
             return original(*args, **kwargs) if labels is None else original(*args, labels=labels, **kwargs)
@@ -325,12 +318,9 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
         if in_float32:
             hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
         with autocast:
-            if hasattr(lm_head, "original_module"):  # PEFT's modules_to_save or trainable tokens
-                hidden, weight, bias = lm_head_inputs(lm_head, hidden)
-            else:
-                weight, bias = lm_head.weight, lm_head.bias
-            head = _Head(weight, bias, options)
-            out = _score(hidden, head, labels) if grpo_loss is None else grpo_loss(hidden, head)
+            by_peft = hasattr(lm_head, "original_module")  # modules_to_save or trainable tokens
+            head = lm_head_inputs(lm_head, hidden) if by_peft else HeadInputs(hidden, lm_head.weight, lm_head.bias)
+            out = _score(head, labels, options) if grpo_loss is None else grpo_loss(head)
         if kwargs.get("output_router_logits"):
             out.aux_loss = _load_balancing(backbone.router_logits, text_config, kwargs.get("attention_mask"))
         return out
@@ -338,12 +328,13 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def _score(hidden: Tensor, head: _Head, labels: Any) -> FusedCausalLMOutput:
+def _score(head: HeadInputs, labels: Any, options: dict[str, Any]) -> FusedCausalLMOutput:
     """Returns log-probabilities and entropies of the labels, which are shifted here; -100 is left out."""
+    hidden, weight, bias = head
     labels = labels[:, 1:].to(hidden.device)
     mask = labels != -100
     logps, entropy = fused_logps(
-        hidden[:, :-1], head.weight, labels, completion_mask=mask, lm_head_bias=head.bias, entropy=True, **head.options
+        hidden[:, :-1], weight, labels, completion_mask=mask, lm_head_bias=bias, entropy=True, **options
     )
     return FusedCausalLMOutput(log_probs=logps, entropy=entropy, label_mask=mask)
 
@@ -384,11 +375,10 @@ class _FusedLogProbs:
         """hidden (N, H), targets (N,): (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None
         for what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
         options: dict[str, Any] = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
-        head = _Head(weight, bias, options)
         logps, entropy = fused_logps(
             hidden, weight, targets, lm_head_bias=bias, entropy="entropy" in outputs, **_head_options, **options,
         )  # fmt: skip
-        return logps, entropy, *_statistics(hidden, head, targets, outputs)
+        return logps, entropy, *_statistics(HeadInputs(hidden, weight, bias), targets, outputs, options)
 
 
 # Of logits (n, V) and targets (n,): what the metrics of DPO, KTO and SFT need beside log-probabilities, (n,) each.
@@ -401,16 +391,16 @@ _STATISTICS_ROWS = 256  # whose logits are in memory at a time
 
 
 @torch.no_grad()
-def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str, ...]) -> list[Tensor | None]:
+def _statistics(
+    head: HeadInputs, targets: Tensor, outputs: tuple[str, ...], options: dict[str, Any]
+) -> list[Tensor | None]:
     """Returns what of _STATISTICS is in `outputs`, at the price of another product."""
     found: dict[str, list[Tensor]] = {name: [] for name in _STATISTICS if name in outputs}
-    softcap = head.options["logit_softcap"]
-    parts = zip(hidden.split(_STATISTICS_ROWS), targets.split(_STATISTICS_ROWS), strict=True)
+    softcap = options["logit_softcap"]
+    parts = zip(head.hidden.split(_STATISTICS_ROWS), targets.split(_STATISTICS_ROWS), strict=True)
     for h, target in parts if found else ():
-        z = torch.nn.functional.linear(h, head.weight, head.bias).float() * head.options["logit_scale"]
-        if softcap is not None:
-            z = torch.tanh(z / softcap) * softcap
-        z /= head.options["temperature"]
+        z = torch.nn.functional.linear(h, head.weight, head.bias).float() * options["logit_scale"]
+        z = (z if softcap is None else torch.tanh(z / softcap) * softcap) / options["temperature"]
         for name, values in found.items():
             values.append(_STATISTICS[name](z, target))
     return [torch.cat(found[name]) if name in found else None for name in _STATISTICS]
