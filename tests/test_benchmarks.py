@@ -15,27 +15,24 @@ import pytest
 import torch
 
 from grpo_kernels.benchmarks import command, measure, process
-from grpo_kernels.benchmarks.baselines import Result, Step, Unsupported
-from grpo_kernels.benchmarks.cases import MODES, SETS, Case, jobs, make_case, parse_shape
-from grpo_kernels.benchmarks.inputs import Inputs, grpo_objective, make_inputs
+from grpo_kernels.benchmarks.baselines import Result, Unsupported
+from grpo_kernels.benchmarks.cases import MODES, SETS, jobs, make_case, parse_shape
+from grpo_kernels.benchmarks.inputs import grpo_objective, make_inputs
 from grpo_kernels.benchmarks.measure import Options
 from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS, Implementation, select
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
 from grpo_kernels.commands.cli import main
-from grpo_kernels.kernels import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = make_case("tiny:64", "float32")
 NEVER = float("inf")
-ONCE = Options("cpu", 1, NEVER)
 
 
-# --- cases --------------------------------------------------------------------------------------------------------
+# --- cases, inputs and reference --------------------------------------------------------------------------------------
 
 
-def test_a_case_by_name_and_by_numbers_and_what_it_cannot_be() -> None:
+def test_a_case_by_name_and_by_numbers_and_what_it_cannot_be():
     assert parse_shape("qwen2.5-7b:16384") == ("qwen2.5-7b", 16384, 3584, 152064)
     assert parse_shape("16384x3584x152064") == ("qwen2.5-7b", 16384, 3584, 152064)
     assert parse_shape("8x3x5") == ("custom", 8, 3, 5)
@@ -47,56 +44,43 @@ def test_a_case_by_name_and_by_numbers_and_what_it_cannot_be() -> None:
             dataclasses.replace(TINY, tokens=tokens)
 
 
-def test_every_set_is_made_of_valid_jobs() -> None:
+def test_every_set_is_made_of_valid_jobs():
     for name, device in itertools.product(SETS, ("cpu", "cuda")):
         found = jobs(name, device)
-        cases = [job.case for job in found]
-        assert found and len(set(cases)) == len(cases), "a case is measured once"
+        assert found and len({job.case for job in found}) == len(found), "a case is measured once"
         for job in found:
             assert "ours" in select(job.against) and set(select(job.memory)) <= set(select(job.against))
 
 
-# --- inputs and reference -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_reference_agrees_with_autograd_in_float64(mode: str) -> None:
+def test_reference_agrees_with_autograd_in_float64_and_says_what_is_wrong(mode):
     inputs = off_policy(make_inputs(dataclasses.replace(TINY, mode=mode), CPU))
     right = reference(inputs, mode, "grpo")
     hidden, weight = (x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight))
     logps = (hidden @ weight.T).log_softmax(-1).gather(-1, inputs.ids[..., None]).squeeze(-1)
     exact = dataclasses.replace(inputs, old_logps=inputs.old_logps.double(), ref_logps=inputs.ref_logps.double())
     loss = grpo_objective(logps, exact)
-    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
-    result = Result(loss.detach(), logps.detach(), dhidden, dweight)
+    result = Result(loss.detach(), logps.detach(), *torch.autograd.grad(loss, (hidden, weight)))
     found = errors(right, result)
-    assert max(found.values()) < 1e-12
-    assert why_wrong(right, result, found, torch.float32) is None
+    assert max(found.values()) < 1e-12 and why_wrong(right, result, found, torch.float32) is None
     assert ("dweight" in found) == (mode == "step")
-
-
-def test_a_wrong_or_missing_result_is_said() -> None:
-    inputs = off_policy(make_inputs(TINY, CPU))
-    right = reference(inputs, "step", "grpo")
-    result = IMPLEMENTATIONS["eager"].make_step(inputs, "step")(inputs)
-    assert result.dhidden is not None
-    for wrong, words in (
-        (result._replace(dweight=None), "gives no dweight"),
-        (result._replace(dhidden=result.dhidden * 1.01), "dhidden is off by 1.0e-02"),
-        (result._replace(loss=torch.tensor(float("nan"))), "loss is off by nan"),
+    for wrong, words, modes in (
+        (result._replace(dweight=None), "gives no dweight", ("step",)),
+        (result._replace(dhidden=result.dhidden * 1.01), "dhidden is off by 1.0e-02", ("step", "frozen")),
+        (result._replace(loss=torch.tensor(float("nan"))), "loss is off by nan", MODES),
     ):
-        assert words in (why_wrong(right, wrong, errors(right, wrong), torch.float32) or "")
+        assert (words in (why_wrong(right, wrong, errors(right, wrong), torch.float32) or "")) == (mode in modes)
 
 
-# --- one case -------------------------------------------------------------------------------------------------------
+# --- one case and its processes ---------------------------------------------------------------------------------------
 
 
-def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(inputs: Inputs, mode: str) -> Step:
+def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkeypatch):
+    def wrong(inputs, mode):
         step = IMPLEMENTATIONS["eager"].make_step(inputs, mode)
         return lambda inputs: Result(*(x if x is None else x * 1.5 for x in step(inputs)))
 
-    def fail(error: Exception) -> Step:
+    def fail(error):
         raise error
 
     table = {name: IMPLEMENTATIONS[name] for name in ("ours", "floor", "eager")} | {
@@ -114,66 +98,61 @@ def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkey
     assert all(words in shown for words in ("wrong result", "no such mode", "out of memory"))
 
 
-def test_rounds_are_interleaved_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_interleaved_and_rotate(monkeypatch):
     monkeypatch.setattr(measure, "SHORT_S", NEVER)
-    calls: list[str] = []
+    calls = []
     steps = {name: lambda name=name: calls.append(name) for name in "abc"}
     found = dict(measure.interleave(steps, 3, CPU))  # the last of each
-    assert "".join(calls) == "abcbcacab"
-    assert all(len(times) == 3 for times in found.values())
+    assert "".join(calls) == "abcbcacab" and all(len(times) == 3 for times in found.values())
     found = dict(measure.interleave(steps, 5, CPU, deadline=0.0))
     assert all(len(times) == 1 for times in found.values()), "a deadline leaves one round"
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
-def hang(on_progress: process.OnProgress) -> None:
+def hang(on_progress):
     time.sleep(600)
 
 
-def is_killed(on_progress: process.OnProgress) -> None:
+def is_killed(on_progress):
     on_progress("before")
     os.kill(os.getpid(), 9)
 
 
-def test_a_process_that_hangs_is_late_or_is_killed_is_described() -> None:
-    with pytest.raises(process.Died, match="no answer for 3 s"):
-        process.run_in_subprocess(hang, silence_s=3.0)
+def test_a_process_that_hangs_is_late_or_is_killed_is_described():
+    with pytest.raises(process.Died, match="no answer for 1 s"):
+        process.run_in_subprocess(hang, silence_s=1.0)
     with pytest.raises(process.Died, match=process.NOT_RUN):
         process.run_in_subprocess(hang, deadline=0.0)
-    told: list[str] = []
+    told = []
     with pytest.raises(process.Died, match="out of memory: the process was killed") as death:
         process.run_in_subprocess(is_killed, on_progress=lambda text, found: told.append(text))
     assert told == ["before"] == [death.value.last_message]
 
 
-def test_who_kills_the_process_costs_itself_alone_and_what_was_found_in_time_is_kept() -> None:
+def test_who_kills_the_process_costs_itself_alone_and_what_was_found_in_time_is_kept():
     deaths = {"trl": "the process ended with 1", "eager": "CUDA error: an illegal memory access was encountered"}
-    names = ["ours", "trl", "floor", "eager"]
+    names, options = ["ours", "trl", "floor", "eager"], Options("cpu", 1, NEVER)
 
-    def run(_: object, case: Case, names: list[str], options: Options) -> dict:
+    def run(_, case, names, options):
         for name in names:
             if name in deaths:
                 raise process.Died(deaths[name], name)
         return {name: {"seconds": 1.0} for name in names}
 
-    def late(*_: object) -> dict:
-        found = {name: {"title": name} for name in names}
-        raise process.Died(process.NOT_RUN, "trl", found | {"ours": {"seconds": 1.0}})
+    def late(*_):
+        raise process.Died(process.NOT_RUN, "trl", {name: {"title": name} for name in names} | {"ours": {"seconds": 1}})
 
-    found = measure.measure(TINY, names, ONCE, run)["implementations"]
+    found = measure.measure(TINY, names, options, run)["implementations"]
     assert list(found) == names and found["ours"] == found["floor"] == {"seconds": 1.0}
     assert {name: found[name]["error"] for name in deaths} == deaths
-    found = measure.measure(TINY, names, ONCE, late)["implementations"]
-    assert list(found) == names and found["ours"] == {"seconds": 1.0}
+    found = measure.measure(TINY, names, options, late)["implementations"]
+    assert list(found) == names and found["ours"] == {"seconds": 1}
     assert all(found[name]["error"] == process.NOT_RUN for name in names[1:])
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_table_json_and_pictures(tmp_path, capfd):
     output, logits = tmp_path / "results" / "b.json", 512 * 16384 * 4
     options = ["--shapes", "512x32x16384", "--dtypes", "float32", "--against", "eager", "--device", "cpu"]
     assert main(["bench", *options, "--rounds", "2", "--output", str(output)]) == 0
@@ -187,7 +166,7 @@ def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytes
     assert document["environment"]["versions"]["torch"] == torch.__version__ and document["not_run"] == []
 
 
-def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_time_every_case_is_listed(tmp_path, capfd):
     options = ["--set", "masks", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
     assert main(["bench", "--device", "cpu", *options]) == 0
     said = capfd.readouterr().out
@@ -199,93 +178,65 @@ def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--shapes", "nothing:1"], "expected HEAD:TOKENS"),
-        (["--against", "nobody*"], "'nobody*' is no implementation; there are ours"),
-        (["--device", "tpu"], "--device tpu"),
-        (["--device", "mps"], "expected cpu or cuda"),
-        (["--shapes", "tiny:64", "--set", "quick"], "expected one of them"),
-        (["--dtypes", "float32"], "go with --shapes"),
-        (["--shapes", "tiny:65"], "multiple"),
+        ("--shapes nothing:1", "expected HEAD:TOKENS"),
+        ("--against nobody*", "'nobody*' is no implementation; there are ours"),
+        ("--device tpu", "--device tpu"),
+        ("--device mps", "expected cpu or cuda"),
+        ("--shapes tiny:64 --set quick", "expected one of them"),
+        ("--dtypes float32", "go with --shapes"),
+        ("--shapes tiny:65", "multiple"),
     ],
 )
-def test_a_wrong_argument_is_named_before_any_work(
-    options: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *options, "--output", str(tmp_path / "b.json")]) == 2
-    assert words in capfd.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_a_wrong_argument_is_named_before_any_work(options, words, tmp_path, capfd):
+    assert main(["bench", *options.split(), "--output", str(tmp_path / "b.json")]) == 2
+    assert words in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_a_failure_of_ours_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def run_with(monkeypatch, measured, *options):
+    """The command, for which `measured(case)` gives a report of ours."""
+    monkeypatch.setattr(command, "measure", lambda case, *_: {"implementations": {"ours": measured(case)}})
+    monkeypatch.setattr(command, "measure_peak_memory", lambda *_: {})
+    fixed = ["--shapes", "tiny:64", "--against", "ours", "--exclude", "floor", "--no-figures", "--device", "cpu"]
+    return main(["bench", *fixed, *options])
+
+
+def test_a_failure_of_ours_is_an_exit_status(monkeypatch, tmp_path):
     for report, status in (
         ({"error": "wrong result: loss is off by nan"}, 1),
         ({"error": "out of memory: x"}, 0),
         ({"missing": "it serves cuda tensors"}, 0),
     ):
-        monkeypatch.setattr(command, "measure", lambda *a, report=report: {"implementations": {"ours": report}})
-        monkeypatch.setattr(command, "measure_peak_memory", lambda *a: {})
-        options = ["--shapes", "tiny:64", "--against", "ours", "--no-figures", "--output", str(tmp_path / "b.json")]
-        assert main(["bench", "--device", "cpu", "--exclude", "floor", *options]) == status
+        assert run_with(monkeypatch, lambda case, r=report: dict(r), "--output", str(tmp_path / "b.json")) == status
     assert command.has_failed({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
 
 
 @pytest.mark.parametrize("cut", ["error", "memory_error"])
-def test_a_run_goes_on_where_an_earlier_one_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cut: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    measured: list[str] = []
+def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch, tmp_path, cut, capfd):
+    done, output = [], tmp_path / "b.json"
 
-    def fake(case: Case, *rest: object) -> dict:
-        measured.append(case.mode)
-        error = {cut: process.NOT_RUN} if case.mode == "frozen" else {}
-        return {"implementations": {"ours": {"title": "ours"} | error}}
+    def measured(case):
+        done.append(case.mode)
+        return {"title": "ours"} | ({cut: process.NOT_RUN} if case.mode == "frozen" else {})
 
-    monkeypatch.setattr(command, "measure", fake)
-    monkeypatch.setattr(command, "measure_peak_memory", lambda *a: {})
-    output = tmp_path / "b.json"
-    options = ["--shapes", "tiny:64", "--modes", *MODES, "--against", "ours", "--exclude", "floor", "--no-figures"]
-    options += ["--device", "cpu", "--resume", "--output", str(output)]
+    options = ["--modes", *MODES, "--resume", "--output", str(output)]
     for expected in (["step", "frozen", "forward"], ["frozen"]):  # time cut the second one short
-        measured.clear()
-        assert main(["bench", *options]) == 0
-        assert measured == expected
-    assert {found["case"]["mode"] for found in json.loads(output.read_text())["cases"]} == set(MODES)
+        done.clear()
+        assert run_with(monkeypatch, measured, *options) == 0 and done == expected
     document = json.loads(output.read_text())
+    assert {found["case"]["mode"] for found in document["cases"]} == set(MODES)
     document["environment"]["versions"]["torch"] = "0.1"
     output.write_text(json.dumps(document))
-    assert main(["bench", *options]) == 2
+    assert run_with(monkeypatch, measured, *options) == 2
     assert "measured otherwise (versions)" in capfd.readouterr().err
 
 
-# --- launches of Triton kernels ---------------------------------------------------------------------------------------
-
-
-def test_the_users_table_comes_before_the_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def row_launch(table: str, vocab: int = 1000) -> launch.RowLaunch:
-        launch.tuned_path().write_text(table)
-        launch._find.cache_clear()
-        launch._tuned_table.cache_clear()
-        return launch.row_launch("rows", DEVICE, vocab, torch.bfloat16)
-
-    monkeypatch.setenv("GRPO_KERNELS_CACHE", str(tmp_path))
-    shipped, own = row_launch("{}"), launch.RowLaunch(1, 64, 2)
-    table = json.dumps({launch.architecture(DEVICE): {"rows": {"1000 bfloat16": own._asdict()}}})
-    assert row_launch(table) == own != shipped == row_launch(table, vocab=1001)
-    with pytest.warns(UserWarning, match=r"launch\.json cannot be read"):
-        assert row_launch("[]") == shipped
-    row_launch("{}")
-
-
-# --- pytest-benchmark -------------------------------------------------------------------------------------------------
-
-
-def test_pytest_bench_times_steps_and_groups_them_by_case(tmp_path: Path) -> None:
+def test_pytest_bench_times_steps_and_groups_them_by_case(tmp_path):
     output = tmp_path / "b.json"
     options = ["--set", "host", "--device", "cpu", "-k", "forward", "--benchmark-max-time", "0.01"]
     command_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench", *options]
-    command_line += [f"--benchmark-json={output}"]
     # pytest-benchmark times nothing in a process of pytest-xdist, which it knows by these.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command_line += [f"--benchmark-json={output}"]
     ended = subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert ended.returncode == 0, ended.stdout
     found = {one["params"]["name"]: one for one in json.loads(output.read_text())["benchmarks"]}

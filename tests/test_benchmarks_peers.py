@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,50 +10,47 @@ import report
 import torch
 
 from grpo_kernels.benchmarks import figures, peers
-from grpo_kernels.benchmarks.baselines import Result, Unsupported
+from grpo_kernels.benchmarks.baselines import Unsupported
 from grpo_kernels.benchmarks.cases import MODES, make_case
-from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
-from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS, Implementation, select
+from grpo_kernels.benchmarks.inputs import make_inputs
+from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS, select
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
 
 CPU = torch.device("cpu")
 PEERS = ("trl", "liger", "liger-native", "verl", "verl-torch", "cut-cross-entropy", "quack")
 SERVE = {"floor", "eager", "compiled", "ours", "ours-torch"}  # wherever torch runs
 COMPILED = {"compiled", "liger", "cut-cross-entropy"}  # by torch.compile, which takes seconds
+OF_EARLIER_REVISION = {"time-to-reward.png", "gpu-memory.png"}
 
 
-def inputs_of(mode: str, shape: str = "32x128x160", dtype: str = "float32", **options: Any) -> Inputs:
+def inputs_of(mode, shape="32x128x160", dtype="float32", **options):
     return off_policy(make_inputs(make_case(shape, dtype, mode=mode, **options), CPU))
 
 
-def check(implementation: Implementation, inputs: Inputs, mode: str) -> None:
-    """A step gives what the mode wants, and right."""
-    result = implementation.make_step(inputs, mode)(inputs)
-    assert isinstance(result, Result)
+def error_of(name, inputs, mode, objective):
+    """Why the result is wrong, if it is."""
+    result, right = IMPLEMENTATIONS[name].make_step(inputs, mode)(inputs), reference(inputs, mode, objective)
     for given, like in ((result.dhidden, inputs.hidden), (result.dweight, inputs.weight)):
         assert given is None or (given.numel(), given.dtype) == (like.numel(), like.dtype)
     assert mode != "frozen" or result.dweight is None
-    if implementation.objective != "none":
-        right = reference(inputs, mode, implementation.objective)
-        assert why_wrong(right, result, errors(right, result), inputs.hidden.dtype) is None
-
-
-# --- all of them, as they are here ------------------------------------------------------------------------------------
+    return why_wrong(right, result, errors(right, result), inputs.hidden.dtype)
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, mode) for name in IMPLEMENTATIONS for mode in MODES if name not in COMPILED or mode == "step"],
 )
-def test_each_is_right_or_refused_with_a_sentence(name: str, mode: str) -> None:
+def test_each_is_right_or_refused_with_a_sentence(name, mode):
+    objective = IMPLEMENTATIONS[name].objective
     try:
-        check(IMPLEMENTATIONS[name], inputs_of(mode), mode)
+        wrong = error_of(name, inputs_of(mode), mode, "grpo" if objective == "none" else objective)
+        assert wrong is None or objective == "none"
     except Unsupported as unsupported:
         reason = str(unsupported)
         assert len(reason.split()) > 2 and "\n" not in reason and name not in SERVE
 
 
-def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:
+def test_names_are_selected_by_patterns_in_the_order_of_the_table():
     names = list(IMPLEMENTATIONS)
     assert select(["*"]) == names and set(PEERS) <= set(names)
     assert select(["eager", "floor"]) == ["floor", "eager"]
@@ -72,7 +68,7 @@ def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:
         (RuntimeError("wrong version\nof everything"), "cannot be imported: RuntimeError: wrong version"),
     ],
 )
-def test_missing_and_broken_packages_are_reasons(monkeypatch: pytest.MonkeyPatch, error: Exception, start: str) -> None:
+def test_missing_and_broken_packages_are_reasons(monkeypatch, error, start):
     """On what looks like a Hopper GPU, so that nothing else is a reason."""
     monkeypatch.setattr(peers, "need_nvidia", lambda *needed: (9, 0))
     monkeypatch.setattr(peers, "importlib", mock.Mock(**{"import_module.side_effect": error}))
@@ -83,7 +79,7 @@ def test_missing_and_broken_packages_are_reasons(monkeypatch: pytest.MonkeyPatch
         assert "\n" not in str(refused.value)
 
 
-def test_a_gpu_has_to_be_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_to_be_there_and_new_enough(monkeypatch):
     with pytest.raises(Unsupported, match="needs an NVIDIA GPU"):
         IMPLEMENTATIONS["quack"].make_step(inputs_of("step"), "step")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -91,31 +87,19 @@ def test_a_gpu_has_to_be_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -
     on_gpu = mock.Mock(**{"hidden.is_cuda": True})
     with pytest.raises(Unsupported, match=r"needs compute capability 9\.0, this is 8\.6"):
         peers.need_nvidia(on_gpu, (9, 0))
-    peers.need_nvidia(on_gpu, (8, 6))
-
-
-# --- sampling masks ---------------------------------------------------------------------------------------------------
+    assert peers.need_nvidia(on_gpu, (8, 6)) == (8, 6)
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_sampling_masks_in_eager_ours_and_the_exact_result(mode: str, share: float) -> None:
+def test_sampling_masks_in_eager_ours_and_the_exact_result(mode, share):
     inputs = inputs_of(mode, "64x32x512", length=4, kept_ids=7, masked_share=share)
     mask = inputs.sampling_mask
-    assert mask is not None
     assert mask.counts.flatten().tolist().count(7) == 64 * share
     sampled = inputs.ids.flatten()[mask.counts.flatten() > 0]
     assert (mask.ids.view(-1, 7) == sampled[:, None]).any(1).all()
-    right = reference(inputs, mode, "grpo")
-
-    def wrong(name: str) -> str | None:
-        result = IMPLEMENTATIONS[name].make_step(inputs, mode)(inputs)
-        return why_wrong(right, result, errors(right, result), torch.float32)
-
-    assert wrong("ours") is None and wrong("eager") is None and wrong("ours-unmasked") is not None
-
-
-# --- pictures and tables of committed results -------------------------------------------------------------------------
+    wrong = {name: error_of(name, inputs, mode, "grpo") for name in ("ours", "eager", "ours-unmasked")}
+    assert wrong["ours"] is None and wrong["eager"] is None and wrong["ours-unmasked"] is not None
 
 
 def test_the_committed_results_give_the_committed_tables(tmp_path, monkeypatch):
@@ -124,14 +108,10 @@ def test_the_committed_results_give_the_committed_tables(tmp_path, monkeypatch):
     for name, text in pages.items():
         begin, end = (text.index(mark) for mark in (report.BEGIN, report.END))
         (tmp_path / name).write_text(f"{text[:begin]}{report.BEGIN}\nstale\n{text[end:]}")
-    committed = {path.name for path in report.FIGURES.iterdir()} - {
-        "time-to-reward.png",
-        "gpu-memory.png",
-    }  # of an earlier revision
-    for module, name, value in (
-        (figures, "DPI", 30), (report, "ROOT", tmp_path), (report, "FIGURES", tmp_path / "drawn"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
+    committed = {path.name for path in report.FIGURES.iterdir()} - OF_EARLIER_REVISION
+    monkeypatch.setattr(figures, "DPI", 30)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "FIGURES", tmp_path / "drawn")
     report.main()
     assert {name: (tmp_path / name).read_text() for name in pages} == pages
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == committed

@@ -55,9 +55,6 @@ def from_logps(logps: Callable[[Inputs], Tensor], mode: str) -> Step:
     return forward if mode == "forward" else backward
 
 
-# --- ours -------------------------------------------------------------------------------------------------------------
-
-
 def ours(inputs: Inputs, mode: str, backend: str = "auto", **options: Any) -> Step:
     """`options` of the configuration, which make a difference to the gradient alone."""
     if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
@@ -88,9 +85,6 @@ def ours(inputs: Inputs, mode: str, backend: str = "auto", **options: Any) -> St
 def ours_unmasked(inputs: Inputs, mode: str) -> Step:
     step = ours(inputs, mode)
     return lambda inputs: step(replace(inputs, sampling_mask=None))
-
-
-# --- plain PyTorch ----------------------------------------------------------------------------------------------------
 
 
 def floor(inputs: Inputs, mode: str) -> Step:

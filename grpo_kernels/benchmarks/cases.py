@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 LENGTH = 1024  # tokens per completion, where the batch is large enough
 GENERATIONS = 4  # completions per prompt, unless a case says otherwise
 MODES = {
@@ -57,11 +55,6 @@ class Case:
             raise ValueError(
                 f"tokens={self.tokens}; expected a multiple of generations * length = {self.generations * self.length}"
             )
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
     def __str__(self) -> str:
         parts = [f"{self.head} ({self.tokens}, {self.hidden_size}, {self.vocab_size})", self.dtype, self.mode]

@@ -132,14 +132,12 @@ def measure_job(job: Job, options: Options, run: Run) -> Document:
 def has_failed(document: Document) -> bool:
     """Whether a case, or ours in one, ended in an error; running out of memory or time is none."""
     excused = (OUT_OF_MEMORY, "not run")
-    return any(
-        "error" in found
-        or any(
-            name.startswith("ours") and not report.get("error", "not run").startswith(excused)
-            for name, report in found["implementations"].items()
-        )
-        for found in document["cases"]
-    )
+    for found in document["cases"]:
+        reports = found["implementations"].items()
+        ours = [report.get("error", "not run") for name, report in reports if name.startswith("ours")]
+        if "error" in found or not all(error.startswith(excused) for error in ours):
+            return True
+    return False
 
 
 def _is_cut(report: Document) -> bool:
@@ -202,9 +200,6 @@ def _show_progress(job: str) -> OnProgress:
             print(f"\r\033[K{job}: {text}", end="\r", file=sys.stderr, flush=True)
 
     return show
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -62,18 +62,17 @@ def time(document: Document) -> Figure | None:
     for case in _steps(document):
         found = [(_value(entry, "ratio_to_floor"), name, entry["title"]) for name, entry in _peers(case)]
         rows = sorted((ratio, name, title) for ratio, name, title in found if ratio is not None)
-        if len(rows) > 1:
-            panels.append((case["case"], rows))
+        panels += [(case["case"], rows)] if len(rows) > 1 else []
     if not panels:
         return None
     height = 0.15 * max(len(rows) for _, rows in panels) + 0.75
     title = "Time over that of the bare matrix products: forward and backward"
     figure, axes = sheet(document, title, len(panels), height)
     for axis, (of, rows) in zip(axes, panels, strict=True):
-        lengths = [min(ratio, CUT) for ratio, *_ in rows]
-        axis.barh(range(len(rows)), lengths, color=[COLOURS.get(name, GREY) for _, name, _ in rows], height=0.6)
-        labels = [f"{title}: {_times(ratio)}" for ratio, _, title in rows]
-        axis.set_yticks(range(len(rows)), labels)
+        colours, lengths = [COLOURS.get(name, GREY) for _, name, _ in rows], [min(ratio, CUT) for ratio, *_ in rows]
+        axis.barh(range(len(rows)), lengths, color=colours, height=0.6)
+        ends = [f"{ratio:.2f}×" if ratio < math.inf else OUT_OF_MEMORY for ratio, *_ in rows]
+        axis.set_yticks(range(len(rows)), [f"{row[2]}: {end}" for row, end in zip(rows, ends, strict=True)])
         axis.yaxis.tick_right()
         name = f"{of['head']}, N {of['tokens']:,}, H {of['hidden_size']:,}, V {of['vocab_size']:,}, {of['dtype']}"
         axis.set(title=name, xlabel="time over that of the bare products", ylim=(len(rows) - 0.4, -0.6))
@@ -124,9 +123,6 @@ def memory(document: Document) -> Figure | None:
 PICTURES: dict[str, Callable[[Document], Figure | None]] = {"time": time, "memory": memory}
 
 
-# --- what a document holds --------------------------------------------------------------------------------------------
-
-
 def is_plain_step(case: Document) -> bool:
     """Whether it is a step in which every token has a gradient, over the whole vocabulary."""
     of = case["case"]
@@ -150,7 +146,3 @@ def _value(entry: Document, key: str) -> float | None:
         return float(entry[key])
     errors = (entry.get(name, "") for name in ("error", "memory_error"))
     return math.inf if any(error.startswith(OUT_OF_MEMORY) for error in errors) else None
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}×" if ratio < math.inf else OUT_OF_MEMORY

@@ -61,12 +61,12 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     def normal(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
 
-    uniform = -math.log(case.vocab_size)
+    dtype, uniform = getattr(torch, case.dtype), -math.log(case.vocab_size)
     rewards = torch.rand(batch, device=device, generator=generator)
     num_prompts = batch // case.generations
     rewards.view(num_prompts, case.generations)[_idle(num_prompts, case.idle_share)] = 0.5
-    weight = normal(case.vocab_size, case.hidden_size, dtype=case.torch_dtype)
-    hidden = normal(batch, length, case.hidden_size, dtype=case.torch_dtype)
+    weight = normal(case.vocab_size, case.hidden_size, dtype=dtype)
+    hidden = normal(batch, length, case.hidden_size, dtype=dtype)
     ids = torch.randint(case.vocab_size, (batch, length), device=device, generator=generator)
     mask = _sampling_mask(ids, case, generator) if case.kept_ids else None
     weight.mul_(2 / math.sqrt(case.hidden_size))

@@ -190,9 +190,6 @@ def _survivable(error: Exception) -> str:
     return text
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 def measure_peak_memory(case: Case, name: str, run: Run = run_in_subprocess) -> dict[str, Any]:
     """{"peak_bytes", "returned_bytes"} of a call of an implementation, on a CPU, in a fresh process.
 

@@ -74,9 +74,6 @@ def _load_verl(name: str) -> ModuleType:
             del sys.modules[package]
 
 
-# --- trainers ---------------------------------------------------------------------------------------------------------
-
-
 def trl(inputs: Inputs, mode: str) -> Step:
     """The head of its GRPOTrainer, with its own chunk (ids per tile), which no option changes.
 
@@ -159,9 +156,6 @@ def verl(inputs: Inputs, mode: str) -> Step:
 def verl_torch(inputs: Inputs, mode: str) -> Step:
     head = load("verl.utils.experimental.torch_functional", VERL).FusedLinearForPPO()
     return from_logps(lambda inputs: head(inputs.hidden, inputs.weight, inputs.ids)[0], mode)
-
-
-# --- yardsticks -------------------------------------------------------------------------------------------------------
 
 
 def _cross_entropy(function: Callable[..., Tensor], mode: str, **options: Any) -> Step:
