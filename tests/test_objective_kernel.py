@@ -25,7 +25,7 @@ LENGTHS = (7, 0, 20, 1, 33)
 ORDERS = (0, 1, 3)  # of the emulated GPU's threads and blocks
 
 
-@pytest.fixture(params=["triton"])
+@pytest.fixture(params=["triton", "cuda"])
 def kernels(request):
     if request.param == "cuda":
         return request.getfixturevalue("emulated")
