@@ -10,6 +10,17 @@ void take(Arguments& given, gk::cuda::Product& a) {
     given.read(a.hidden, a.hidden_stride, a.weight, a.weight_stride, a.width, a.dtype, a.bias);
 }
 
+void take(Arguments& given, gk::cuda::ObjectiveNumbers& a) {
+    given.read(a.epsilon_low, a.epsilon_high, a.delta, a.dual_clip, a.sapo_temperature_pos, a.sapo_temperature_neg,
+               a.beta, a.log_ratio_clamp, a.kl_delta_clamp, a.kl_clamp);
+}
+
+void take(Arguments& given, gk::cuda::ObjectiveArgs& a) {
+    given.read(a.logp, a.entropy, a.dlogp, a.advantage, a.direct, a.via_ratio, a.old, a.ref, a.scale, a.rollout,
+               a.rollout_weight, a.scored, a.token_of, a.rows, a.offsets, a.group_index, a.sequences, a.groups, a.sums,
+               a.exact, a.counter, a.surrogate, a.kl, a.numbers);
+}
+
 }  // namespace binding
 
 PYBIND11_MODULE(_cuda, m) {
@@ -18,6 +29,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("stats", Bound<gk::cuda::stats>::call);
     m.def("gradient", Bound<gk::cuda::gradient>::call);
     m.def("exponentials", Bound<gk::cuda::exponentials>::call);
+    m.def("objective", Bound<gk::cuda::objective>::call);
     m.def("scale", Bound<gk::cuda::scale>::call);
     m.def("supports_fused", Bound<gk::cuda::supports_fused>::call);
     m.def("fused_workspace", Bound<gk::cuda::fused_workspace>::call);

@@ -1,4 +1,4 @@
-"""The fused loss of single tokens, in Triton's interpreter, beside objective/ in float64."""
+"""The fused loss of single tokens, in Triton's interpreter and on the emulated GPU, beside objective/ in float64."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.config import GRPOConfig
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.objective_rules import ESTIMATORS, SURROGATES, has_kernel
+from grpo_kernels.kernels.objective_rules import ESTIMATORS, SURROGATES, has_kernel, memory_of_sums
 from grpo_kernels.kernels.operations import Rows
-from grpo_kernels.objective.loss import GRPOLoss, evaluate
+from grpo_kernels.objective.loss import GRPOLoss
 from grpo_kernels.objective.metrics import COLUMNS, Batch, Sums, column_sums
 from grpo_kernels.objective.surrogates import SURROGATE_RULES
 from grpo_kernels.objective.tokens import TokenInputs, plan
@@ -22,6 +22,15 @@ OPTIONS = {
     "epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5, "dual_clip": 1.2, "log_ratio_clamp": 0.9,
 }  # fmt: skip
 LENGTHS = (7, 0, 20, 1, 33)
+ORDERS = (0, 1, 3)  # of the emulated GPU's threads and blocks
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def kernels(request):
+    if request.param == "cuda":
+        return request.getfixturevalue("emulated")
+    request.getfixturevalue("unwritten_is_nan")
+    return get_backend("triton")
 
 
 class Case:
@@ -57,9 +66,18 @@ class Case:
         self.entropy = torch.where(scored, normal(ids.numel()).abs(), 0.0)
 
     def sums(self, kernels) -> tuple[Tensor, Tensor]:
-        dlogp = torch.full_like(self.logp, math.nan)
-        groups = self.batch.tokens.group_index, self.batch.num_groups
-        return kernels.objective(self.tokens, self.logp, self.entropy, dlogp, None, *groups), dlogp
+        """Of two calls with the same bits."""
+        groups, found = (self.batch.tokens.group_index, self.batch.num_groups), []
+        for order in ORDERS if kernels.name == "cuda" else ORDERS[:2]:
+            if kernels.name == "cuda":
+                kernels.use(order=order)
+            dlogp = torch.full_like(self.logp, math.nan)
+            found.append((kernels.objective(self.tokens, self.logp, self.entropy, dlogp, None, *groups), dlogp))
+        for other in found[1:]:
+            assert all(
+                torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(found[0], other, strict=True)
+            )
+        return found[0]
 
     def expected(self) -> tuple[Sums, Tensor]:
         loss = GRPOLoss(self.exact, self.logp.double(), self.entropy.double())
@@ -78,19 +96,24 @@ def configs() -> list[GRPOConfig]:
     return found
 
 
+def check(kernels, case: Case) -> tuple[Tensor, Tensor]:
+    (numbers, dlogp), (expected, truth) = case.sums(kernels), case.expected()
+    torch.testing.assert_close(dlogp.double(), truth, rtol=3e-5, atol=3e-7, equal_nan=True)
+    found = Sums.of(numbers, case.batch.num_sequences, case.batch.num_groups)
+    for name, x, y in zip(Sums._fields, found, expected, strict=True):
+        torch.testing.assert_close(
+            x.double(), y, rtol=2e-5, atol=2e-5, equal_nan=True, msg=lambda m, n=name: f"{n} {COLUMNS}: {m}"
+        )
+    return numbers, dlogp
+
+
 @pytest.mark.parametrize("config", configs(), ids=lambda c: f"{c.surrogate}-{c.kl_estimator}")
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("bare", [False, True], ids=["", "bare"])
-def test_gradient_and_sums(config, packed, bare):
-    kernels, case = get_backend("triton"), Case(config, packed=packed, bare=bare)
+def test_gradient_and_sums(kernels, config, packed, bare):
+    case = Case(config, packed=packed, bare=bare)
     assert has_kernel(config, case.tokens.rules, torch.float32)
-    (numbers, dlogp), (expected, truth) = case.sums(kernels), case.expected()
-    torch.testing.assert_close(dlogp.double(), truth, rtol=3e-5, atol=3e-7)
-    found = Sums.of(numbers, 5, case.batch.num_groups)
-    for name, x, y in zip(Sums._fields, found, expected, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n} {COLUMNS}: {m}")
-    assert torch.equal(case.sums(kernels)[0].nan_to_num(), numbers.nan_to_num())
-
+    _, dlogp = check(kernels, case)
     count = len(case.logp)
     for rows in (Rows(3, count - 2), Rows(0, 9, torch.randperm(count)[:9])):
         part = torch.full_like(dlogp, math.nan)
@@ -100,19 +123,67 @@ def test_gradient_and_sums(config, packed, bare):
         assert part.isnan().all()
 
 
+@pytest.mark.parametrize("kl", ESTIMATORS)
 @pytest.mark.parametrize("surrogate", SURROGATES)
-def test_numbers_that_are_not_finite(surrogate):
-    """NaN stays in its token; a weight, an advantage or a clamp of 0 is not multiplied by what is infinite."""
-    kernels, case = get_backend("triton"), Case(GRPOConfig(surrogate=surrogate), packed=False, bare=False)
-    tokens, some = case.tokens, [3, 4, 5, 6]
-    tokens.old[3], tokens.old[4], case.logp[5], case.logp[6] = -200.0, 200.0, math.nan, math.nan
-    tokens.surrogate_scale[3:7] = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    tokens.dloss_direct[some] = tokens.dloss_via_ratio[some] = 1.0
-    dlogp = torch.zeros_like(case.logp)
-    kernels.objective(tokens, case.logp, case.entropy, dlogp, Rows(0, len(dlogp)))
-    expected = evaluate(tokens, case.logp, case.entropy).dlogp
-    torch.testing.assert_close(dlogp, expected, rtol=3e-5, atol=3e-7, equal_nan=True)
-    assert dlogp[5].isnan() and dlogp[6].isnan() and dlogp.isnan().sum() == 2
+def test_numbers_that_are_not_finite(kernels, surrogate, kl):
+    """NaN stays in its token; a weight, a scale or a clamp of 0 is not multiplied by what is infinite."""
+    given = {} if kl == "none" else dict(beta=0.1, kl_estimator=kl)
+    case, some = Case(GRPOConfig(surrogate=surrogate, score_inactive=True, **given), packed=False, bare=False), range(9)
+    for tokens in (case.tokens, case.exact):
+        tokens.scored[some], tokens.rollout[some] = True, -1.0
+        tokens.dloss_direct[some] = tokens.dloss_via_ratio[some] = 1.0
+        tokens.old[some] = torch.tensor([-1.0, -200, 80, -1, -1, -300, -1, -1, -1]).to(tokens.old.dtype)
+        tokens.surrogate_scale[some] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 1, 0]).to(tokens.old.dtype)
+        if kl != "none":
+            tokens.ref[some] = torch.tensor([200.0, -200, -1, -1, -1, -1, -1, -1, 90]).to(tokens.old.dtype)
+    case.logp[some] = torch.tensor([-1.0, -2, -3, math.nan, math.nan, -1, -80, 0, -1])
+    numbers, dlogp = check(kernels, case)
+    assert dlogp[3].isnan() and dlogp[4].isnan() and dlogp.isnan().sum() == 2
+    assert numbers[-3:].isnan().any()
+    case.logp[3:5] = -math.inf
+    check(kernels, case)
+
+
+def test_garbage_of_padding(kernels):
+    """What tokens hold that do not count changes nothing, and they have a gradient of 0."""
+    case = Case(GRPOConfig(beta=0.1), packed=False, bare=False)
+    numbers, dlogp = case.sums(kernels)
+    for x in (case.logp, case.entropy, case.tokens.rollout, case.tokens.advantage, case.tokens.old, case.tokens.ref):
+        x[~case.tokens.scored] = math.nan
+    found, other = case.sums(kernels)
+    assert torch.equal(found, numbers) and torch.equal(other, dlogp)
+    assert not other[~case.tokens.scored].any()
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
+def test_no_tokens(kernels, lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = plan(TokenInputs(torch.ones(0), cu_seqlens=offsets), torch.ones(0).long(), GRPOConfig(), torch.float32)
+    nothing, index = torch.empty(0), torch.zeros(len(lengths), dtype=torch.int64)
+    numbers = kernels.objective(tokens, nothing, nothing, nothing, None, index, 2)
+    assert not numbers[:-3].any() and len(numbers) == len(COLUMNS) * (len(lengths) + 3) + 3
+    assert numbers[-3:].tolist() == [math.inf, -math.inf, -math.inf]
+    assert kernels.objective(tokens, nothing, nothing, nothing, Rows(0, 0)) is None
+
+
+def test_many_sequences_and_groups(kernels):
+    """More sequences than a block of the kernel adds up at once, and groups without any."""
+    config, count = GRPOConfig(), 150
+    inputs = TokenInputs(torch.randn(count), group_index=torch.randint(3, (count,)) * 20)
+    ids, logp = torch.zeros(count, 3, dtype=torch.int64), -torch.rand(3 * count)
+    tokens, dlogp = plan(inputs, ids, config, torch.float32), torch.empty(3 * count)
+    found = Sums.of(kernels.objective(tokens, logp, logp, dlogp, None, inputs.group_index, 50), count, 50)
+    batch = Batch(inputs, config, "torch", ids.shape, count, 50)
+    loss = GRPOLoss(plan(inputs, ids, config, torch.float64), logp.double(), logp.double())
+    loss.of_all()
+    for x, y in zip(found, column_sums(batch, loss.finish()[1]), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)
+
+
+def test_memory_has_room_for_all_columns():
+    sums, exact, counter = memory_of_sums(4, 2, torch.device("cpu"))
+    assert Sums.of(sums, 4, 2).groups.shape == (2, len(COLUMNS))
+    assert exact.shape == (4, len(COLUMNS) + 3) and counter.tolist() == [0]
 
 
 def served(dtype: torch.dtype = torch.float32, **options) -> bool:

@@ -20,6 +20,7 @@ from grpo_kernels import _cpu  # the tests need the compiled module: a skip woul
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.compiled.base import DTYPES
 from grpo_kernels.kernels.compiled.cpu import load
+from grpo_kernels.kernels.objective_rules import ESTIMATORS, SURROGATES
 from grpo_kernels.kernels.operations import Backend, KeptPairs, LogitTransform
 from grpo_kernels.names import DIVERGENCES
 
@@ -116,7 +117,12 @@ def test_isa_from_the_environment():
 
 @pytest.mark.parametrize(
     ("file", "enumeration", "names"),
-    [("layout.h", "DType", [str(x).removeprefix("torch.") for x in DTYPES]), ("cpu/api.h", "Divergence", DIVERGENCES)],
+    [
+        ("layout.h", "DType", [str(x).removeprefix("torch.") for x in DTYPES]),
+        ("cpu/api.h", "Divergence", DIVERGENCES),
+        ("cuda/api.h", "Surrogate", SURROGATES),
+        ("cuda/api.h", "Estimator", ESTIMATORS),
+    ],
 )
 def test_codes_are_those_of_csrc(file, enumeration, names):
     source = (Path(__file__).parents[1] / "csrc" / file).read_text()

@@ -29,6 +29,37 @@ struct Product {
 // are read once. `product`, in bfloat16, is what they are made of: rows that overflow are computed again.
 void exponentials(const RowArgs& args, const Product& product, float* unit, Stream stream);
 
+enum Surrogate : int32_t { kClip, kCispoTwoSided, kCispoMask, kCispoUnified, kCispo, kSapo, kReinforce };
+enum Estimator : int32_t { kNone, kK1, kK2, kK3 };
+
+// Of the configuration; a bound that it does not have is infinite.
+struct ObjectiveNumbers {
+    float epsilon_low, epsilon_high, delta, dual_clip, sapo_temperature_pos, sapo_temperature_neg, beta;
+    float log_ratio_clamp, kl_delta_clamp, kl_clamp;
+};
+
+// A batch whose log-probabilities are known. Per token unless told; what may be null is not there.
+struct ObjectiveArgs {
+    const float *logp, *entropy;
+    float* dlogp;  // d loss / d logp is written here
+    const float *advantage, *direct, *via_ratio;
+    const float *old, *ref, *scale, *rollout, *rollout_weight;  // may be null
+    const uint8_t* scored;                                      // may be null: all are
+    RowTokens token_of;
+    int64_t rows;
+    const int64_t *offsets, *group_index;  // (sequences + 1,); (sequences,), may be null where there are no groups
+    int64_t sequences, groups;
+    float* sums;       // null: gradients of `rows` tokens. Else of all, and rows of sums per sequence, per group and of
+                       // all, in the order of objective.metrics.COLUMNS, then the three extrema
+    double* exact;     // workspace, a row of 18 per sequence
+    int32_t* counter;  // 0
+    int32_t surrogate, kl;
+    ObjectiveNumbers numbers;
+};
+
+// Writes d loss / d logp for losses of single tokens, and what is measured of the batch.
+void objective(const ObjectiveArgs& args, Stream stream);
+
 // x *= factor, which is read on the device: count elements at any address.
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream);
 

@@ -37,6 +37,11 @@ GK_DEVICE T shuffle_xor(T value, int mask) {
     return __shfl_xor_sync(0xFFFFFFFFu, value, mask);
 }
 
+// ---- between blocks
+// --------------------------------------------------------------------------------------------------
+GK_DEVICE int32_t atomic_add(int32_t* address, int32_t value) { return atomicAdd(address, value); }  // what was there
+GK_DEVICE void device_fence() { __threadfence(); }
+
 // ---- 16 or 8 bytes of device memory in one instruction: NVRTC splits some of the stores that are written as such ----
 GK_DEVICE void load_words(const void* address, uint32_t (&words)[4]) {
     const uint4 all = *static_cast<const uint4*>(address);

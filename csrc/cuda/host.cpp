@@ -61,6 +61,13 @@ void repair_rows(const ExponentialLaunch& call, Stream stream) {
     launch("gk_repair_rows", {static_cast<unsigned>(blocks), kRepairThreads, kRepairShared, 1, stream}, call);
 }
 
+// ---- the loss -------------------------------------------------------------------------------------------------------
+void objective(const ObjectiveArgs& args, Stream stream) {
+    const int64_t tokens = divide_up(args.rows, kObjectiveThreads), sequences = std::max<int64_t>(args.sequences, 1);
+    const auto blocks = static_cast<unsigned>(args.sums ? sequences : tokens);
+    if (blocks > 0) launch("gk_objective", {blocks, kObjectiveThreads, kObjectiveShared, 1, stream}, args);
+}
+
 // ---- finished gradients ---------------------------------------------------------------------------------------------
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream) {
     if (count == 0) return;

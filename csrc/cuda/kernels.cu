@@ -1,6 +1,7 @@
-// The kernels of rows: their names, and the types that each is compiled for. extern "C" and one struct by value, so
-// that host.cpp launches them by name from whatever image NVRTC has made, or the tests' emulator on the CPU.
+// The kernels but the products: their names, and the types that each is compiled for. extern "C" and one struct by
+// value, so that host.cpp launches them by name from whatever image NVRTC has made, or the tests' emulator on the CPU.
 #include "exponentials.cuh"
+#include "objective.cuh"
 #include "repair.cuh"
 #include "rows.cuh"
 #include "scale.cuh"
@@ -37,6 +38,7 @@ GK_SCALE(f32)
 GK_SCALE(bf16)
 GK_SCALE(f16)
 
+GK_KERNEL(gk_objective, ObjectiveArgs, kObjectiveThreads, 2) { objective(args); }
 GK_KERNEL(gk_repair_rows, ExponentialLaunch, kRepairThreads, kRepairBlocks) { repair_rows(args); }
 
 }  // namespace gk::cuda

@@ -25,6 +25,9 @@ constexpr int kRepairBlocks = 3;                           // per multiprocessor
 // Launched behind every kernel that writes exponentials.
 void repair_rows(const ExponentialLaunch& call, Stream stream);
 
+// ---- the loss -------------------------------------------------------------------------------------------------------
+constexpr int kObjectiveThreads = 256, kObjectiveShared = 1280;  // bytes
+
 // ---- finished gradients ---------------------------------------------------------------------------------------------
 struct ScaleArgs {
     void* x;

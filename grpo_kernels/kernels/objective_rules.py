@@ -9,10 +9,12 @@ from collections import namedtuple
 from typing import Any
 
 import torch
+from torch import Tensor
 
 CLIPPING = ("clip", "cispo_two_sided", "cispo_mask", "cispo_unified")  # with metrics of a clip range
 SURROGATES = (*CLIPPING, "cispo", "sapo", "reinforce")
 ESTIMATORS = ("none", "k1", "k2", "k3")
+COLUMNS, EXTREMA = 15, 3  # of objective.metrics.Sums
 
 _OPTIONS = (
     "epsilon_low", "epsilon_high", "delta", "dual_clip", "sapo_temperature_pos", "sapo_temperature_neg", "beta",
@@ -36,3 +38,11 @@ def numbers_of(config: Any) -> Any:
     """Returns the Numbers of a GRPOConfig; a bound that it does not have is infinite."""
     given = (*(getattr(config, name) for name in _OPTIONS), *config.kl_clamps)
     return Numbers._make(math.inf if x is None else float(x) for x in given)
+
+
+def memory_of_sums(sequences: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what a fused kernel writes: objective.metrics.Sums in one row, float32; rows of float64 per sequence; how
+    many programs have ended, 0 in int32."""
+    sums = torch.empty((sequences + groups + 1) * COLUMNS + EXTREMA, dtype=torch.float32, device=device)
+    exact = torch.empty(sequences, COLUMNS + EXTREMA, dtype=torch.float64, device=device)
+    return sums, exact, torch.zeros(1, dtype=torch.int32, device=device)

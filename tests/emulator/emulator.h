@@ -74,6 +74,14 @@ GK_DEVICE T shuffle_xor(T value, int mask, GK_HERE) {
     return value;
 }
 
+// Blocks of different clusters run one after another.
+GK_DEVICE int32_t atomic_add(int32_t* address, int32_t value) {
+    const int32_t before = *address;
+    *address += value;
+    return before;
+}
+GK_DEVICE void device_fence() {}
+
 template <int count>
 struct alignas(4 * count) Words {  // the sanitizers see that an address is no multiple of the size
     uint32_t words[count];

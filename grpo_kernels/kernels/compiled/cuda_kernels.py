@@ -6,11 +6,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..operations import Backend, HeadChunk, LogitChunk, RowGradients, Statistics, chunk_row_stride, contiguous_rows
+from ..objective_rules import ESTIMATORS, SURROGATES, memory_of_sums, numbers_of
+from ..operations import (
+    Backend,
+    HeadChunk,
+    LogitChunk,
+    RowGradients,
+    Rows,
+    Statistics,
+    chunk_row_stride,
+    contiguous_rows,
+)
 from .base import DTYPES, matrix, row_arguments
 
 OLDEST_CAPABILITY = 80
@@ -28,9 +39,10 @@ class CudaKernels:
     def over(self, others: Backend) -> Backend:
         """Returns the table of these operations, and of `others` for what the module lacks."""
         return replace(
-            others, name="cuda", statistics=self.statistics, gradient=self.gradient, scale=self.scale,
-            exponentials=self.exponentials, fused_exponentials=self.fused_exponentials, fused_logp=self.fused_logp,
-            fused_products=self.fused_products, takes_teachers=False, unavailable_reason=self.unavailable_reason,
+            others, name="cuda", statistics=self.statistics, gradient=self.gradient, objective=self.objective,
+            scale=self.scale, exponentials=self.exponentials, fused_exponentials=self.fused_exponentials,
+            fused_logp=self.fused_logp, fused_products=self.fused_products, takes_teachers=False,
+            unavailable_reason=self.unavailable_reason,
         )  # fmt: skip
 
     def call(self, function: Callable[..., None], device: torch.device, *arguments: object) -> None:
@@ -51,6 +63,24 @@ class CudaKernels:
         rows = row_arguments(chunk, out=RowGradients(out))
         self.call(self.module.exponentials, out.device, *rows, *_product(head.hidden, head), unit)
         return unit
+
+    def objective(
+        self, tokens: Any, logp: Tensor, entropy: Tensor, dlogp: Tensor, rows: Rows | None,
+        group_index: Tensor | None = None, num_groups: int = 0,
+    ) -> Tensor | None:  # fmt: skip
+        c, t, offsets, device = tokens.config, tokens, tokens.sequences.offsets, logp.device
+        sequences, groups = offsets.numel() - 1, 0 if group_index is None else num_groups
+        chunk, sums, exact, counter = rows or Rows(0, 0), None, None, None
+        if rows is None:
+            sums, exact, counter = memory_of_sums(sequences, groups, device)
+        kl = "none" if tokens.ref is None else c.kl_estimator
+        self.call(
+            self.module.objective, device, logp, entropy, dlogp, t.advantage, t.dloss_direct, t.dloss_via_ratio, t.old,
+            t.ref, t.surrogate_scale, t.rollout, t.rollout_weight, t.scored, chunk.start, chunk.index, chunk.count,
+            offsets, group_index, sequences, groups, sums, exact, counter, SURROGATES.index(c.surrogate),
+            ESTIMATORS.index(kl), *numbers_of(c),
+        )  # fmt: skip
+        return sums
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         self.call(self.module.scale, x.device, x, DTYPES[x.dtype], x.numel(), factor)

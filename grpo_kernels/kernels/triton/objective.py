@@ -4,8 +4,8 @@
     d loss / d logp = dloss_via_ratio * d value / d x + dloss_direct * d value / d logp
 
 token_kernel: d loss / d logp of a chunk's tokens, by their places. sequence_kernel: of all tokens, and the sums of
-metrics.COLUMNS per sequence; group_kernel: those of groups and of the batch. A program owns a few sequences and walks
-them in blocks; sums are float64, in index order: two calls have the same bits.
+metrics.COLUMNS per sequence, of which a program owns a few and walks them in blocks; the program that ends last adds
+them up for each group and for the batch. Sums are float64 and their order is fixed: two calls have the same bits.
 
 Which surrogate and estimator, and which inputs are there, is compiled in; numbers of the configuration are not. A
 factor of 0 selects 0: what it would multiply may be infinite. NaN logits stay NaN, whatever drops their token.
@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...names import EXPONENT_LIMIT
+from .. import objective_rules
 from ..launch import token_launch
-from ..objective_rules import CLIPPING, numbers_of
 from ..operations import Rows
 from .maths import expm1
 from .rows import place, tokens_of
@@ -30,9 +30,11 @@ from .rows import place, tokens_of
 MAX_EXPONENT: tl.constexpr = tl.constexpr(EXPONENT_LIMIT)
 
 # Sums over the scored tokens of a sequence, in the order of objective.metrics.COLUMNS.
-COLUMNS = 15
+COLUMN_COUNT: tl.constexpr = tl.constexpr(objective_rules.COLUMNS)
 COLUMN_WIDTH: tl.constexpr = tl.constexpr(16)
-COLUMN_COUNT: tl.constexpr = tl.constexpr(COLUMNS)
+MEASURES: tl.constexpr = tl.constexpr(objective_rules.COLUMNS + objective_rules.EXTREMA)  # the extrema are the last
+LANES: tl.constexpr = tl.constexpr(16)  # sequences that are added up at once,
+ROWS: tl.constexpr = tl.constexpr(8)  # in so many rows of sums
 
 
 class Variant(NamedTuple):
@@ -187,12 +189,64 @@ def add_column(sums, column: tl.constexpr, values):
     return sums + tl.where(here, tl.sum(values.to(tl.float64), 1)[:, None], 0.0)
 
 
-@triton.jit(do_not_specialize=["offsets", "count", "scored", "entropy", "rollout", "rollout_weight", *_PER_TOKEN])
+@triton.jit
+def smaller(x, y):
+    """NaN stays."""
+    return tl.where((y < x) | (y != y), y, x)
+
+
+@triton.jit
+def larger(x, y):
+    return tl.where((y > x) | (y != y), y, x)
+
+
+@triton.jit
+def add_sequences(exact, group_index, numbers, count, num_groups):
+    """Behind the rows of the sequences: those of the groups, then that of all, then the extrema. From the L2 cache,
+    where other programs have written."""
+    column, lane = tl.arange(0, COLUMN_WIDTH), tl.arange(0, LANES)
+    wanted = column < COLUMN_COUNT
+    for first_row in range(0, num_groups + 1, ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        acc = tl.zeros((ROWS, COLUMN_WIDTH), tl.float64)
+        for first in range(0, count, LANES):
+            sequence = first + lane
+            live = sequence < count
+            at = exact + sequence[:, None].to(tl.int64) * MEASURES + column[None, :]
+            sums = tl.load(at, mask=live[:, None] & wanted[None, :], other=0.0, cache_modifier=".cg")
+            mine = (row == num_groups)[:, None] & live[None, :]
+            if group_index is not None:
+                group = tl.load(group_index + sequence, mask=live, other=-1)
+                mine = mine | (row[:, None] == group[None, :])
+            acc += tl.sum(tl.where(mine[:, :, None], sums[None, :, :], 0.0), 1)
+        at = numbers + (count + row)[:, None].to(tl.int64) * COLUMN_COUNT + column[None, :]
+        tl.store(at, acc.to(tl.float32), mask=(row <= num_groups)[:, None] & wanted[None, :])
+
+    low = tl.full((LANES,), float("inf"), tl.float64)
+    high, drift = -low, -low
+    for first in range(0, count, LANES):
+        live = first + lane < count
+        at = exact + (first + lane).to(tl.int64) * MEASURES + COLUMN_COUNT
+        low = smaller(low, tl.load(at, mask=live, other=float("inf"), cache_modifier=".cg"))
+        high = larger(high, tl.load(at + 1, mask=live, other=-float("inf"), cache_modifier=".cg"))
+        drift = larger(drift, tl.load(at + 2, mask=live, other=-float("inf"), cache_modifier=".cg"))
+    extrema = numbers + (count + num_groups + 1).to(tl.int64) * COLUMN_COUNT
+    tl.store(extrema, tl.reduce(low, 0, smaller).to(tl.float32))
+    tl.store(extrema + 1, tl.reduce(high, 0, larger).to(tl.float32))
+    tl.store(extrema + 2, tl.reduce(drift, 0, larger).to(tl.float32))
+
+
+_PER_BATCH = ["offsets", "count", "scored", "entropy", "rollout", "rollout_weight", "group_index", "num_groups"]
+
+
+@triton.jit(do_not_specialize=[*_PER_BATCH, *_PER_TOKEN])
 def sequence_kernel(
-    offsets, count, scored, entropy, rollout, rollout_weight, exact, extrema, numbers, logp, dlogp, advantage, direct,
-    via_ratio, old, ref, scale, p, VARIANT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+    offsets, count, scored, entropy, rollout, rollout_weight, group_index, num_groups, numbers, exact, counter,
+    logp, dlogp, advantage, direct, via_ratio, old, ref, scale, p, VARIANT: tl.constexpr, SEQUENCES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per sequence a row of COLUMNS in float64 and in float32; the least and largest ratio, the largest mismatch."""
+    """Per sequence a row of COLUMNS in float64 and in float32, and in float64 the least and largest ratio and the
+    largest mismatch."""
     sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < count
     start = tl.load(offsets + sequence, mask=live, other=0)
@@ -225,11 +279,13 @@ def sequence_kernel(
         if rollout is not None:
             sampled = tl.load(rollout + at, mask=on, other=float("nan"))
             has_rollout = on & (sampled == sampled)
-            mismatch = tl.abs(known - token.x - sampled)
+            policy = known
+            if old is not None:
+                policy = tl.load(old + at, mask=on, other=0.0)
+            mismatch = tl.abs(policy - sampled)
             sums = add_column(sums, 9, tl.where(has_rollout, mismatch, 0.0))
             sums = add_column(sums, 10, has_rollout)
-            most = tl.max(tl.where(has_rollout, mismatch, -float("inf")), 1)
-            drift = tl.where(most > drift, most, drift)
+            drift = larger(drift, tl.reduce(tl.where(has_rollout, mismatch, -float("inf")), 1, larger))
         weight = on.to(tl.float32)
         if rollout_weight is not None:
             weight = tl.load(rollout_weight + at, mask=on, other=0.0)
@@ -237,43 +293,19 @@ def sequence_kernel(
         sums = add_column(sums, 12, weight.to(tl.float64) * weight)
         sums = add_column(sums, 13, on & (token.dlogp == 0.0))
         least, most = tl.where(on, token.ratio, float("inf")), tl.where(on, token.ratio, -float("inf"))
-        low, high = tl.minimum(low, tl.min(least, 1)), tl.maximum(high, tl.max(most, 1))
+        low, high = smaller(low, tl.reduce(least, 1, smaller)), larger(high, tl.reduce(most, 1, larger))
     column = tl.arange(0, COLUMN_WIDTH)
     wanted = live[:, None] & (column < COLUMN_COUNT)[None, :]
-    place_of = sequence[:, None] * COLUMN_COUNT + column[None, :]
-    tl.store(exact + place_of, sums, mask=wanted)
-    tl.store(numbers + place_of, sums.to(tl.float32), mask=wanted)
-    tl.store(extrema + 3 * sequence, low, mask=live)
-    tl.store(extrema + 3 * sequence + 1, high, mask=live)
-    tl.store(extrema + 3 * sequence + 2, drift, mask=live)
+    tl.store(exact + sequence[:, None] * MEASURES + column[None, :], sums, mask=wanted)
+    tl.store(numbers + sequence[:, None] * COLUMN_COUNT + column[None, :], sums.to(tl.float32), mask=wanted)
+    extrema = exact + sequence * MEASURES + COLUMN_COUNT
+    tl.store(extrema, low.to(tl.float64), mask=live)
+    tl.store(extrema + 1, high.to(tl.float64), mask=live)
+    tl.store(extrema + 2, drift.to(tl.float64), mask=live)
 
-
-@triton.jit(do_not_specialize=["group_index", "count", "num_groups"])
-def group_kernel(exact, extrema, group_index, numbers, count, num_groups, BLOCK: tl.constexpr):
-    """Programs 0 .. num_groups - 1 add up the sequences of their group, the last one adds up all."""
-    group = tl.program_id(0)
-    everything = group == num_groups
-    column = tl.arange(0, COLUMN_WIDTH)
-    wanted = column < COLUMN_COUNT
-    acc = tl.zeros((COLUMN_WIDTH,), tl.float64)
-    low, high, drift = float("inf"), -float("inf"), -float("inf")
-    for first in range(0, count, BLOCK):
-        sequence = first + tl.arange(0, BLOCK).to(tl.int64)
-        mine = sequence < count
-        if group_index is not None:
-            mine = mine & (everything | (tl.load(group_index + sequence, mask=mine, other=-1) == group))
-        rows = exact + sequence[:, None] * COLUMN_COUNT + column[None, :]
-        acc += tl.sum(tl.load(rows, mask=mine[:, None] & wanted[None, :], other=0.0), 0)
-        low = tl.minimum(low, tl.min(tl.load(extrema + 3 * sequence, mask=mine, other=float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.load(extrema + 3 * sequence + 1, mask=mine, other=-float("inf")), 0))
-        drift = tl.maximum(drift, tl.max(tl.load(extrema + 3 * sequence + 2, mask=mine, other=-float("inf")), 0))
-    # Behind the rows of the sequences: those of the groups, then that of all, then the extrema.
-    row = numbers + (count + group).to(tl.int64) * COLUMN_COUNT
-    tl.store(row + column, acc.to(tl.float32), mask=wanted)
-    if everything:
-        tl.store(row + COLUMN_COUNT, low)
-        tl.store(row + COLUMN_COUNT + 1, high)
-        tl.store(row + COLUMN_COUNT + 2, drift)
+    tl.debug_barrier()  # all threads have written before one of them counts the program
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        add_sequences(exact, group_index, numbers, count, num_groups)
 
 
 # --- launchers ------------------------------------------------------------------------------------------------------
@@ -291,10 +323,10 @@ def objective(
     """Writes d loss / d logp (N,) of these tokens. Without rows of all tokens; then it returns the sums of
     objective.metrics.Sums in one row."""
     launch, c = token_launch(logp.device), tokens.config
-    compiled = Variant(c.surrogate, "none" if tokens.ref is None else c.kl_estimator, c.surrogate in CLIPPING)
+    kl, clips = "none" if tokens.ref is None else c.kl_estimator, c.surrogate in objective_rules.CLIPPING
     given = (
         logp, dlogp, tokens.advantage, tokens.dloss_direct, tokens.dloss_via_ratio, tokens.old, tokens.ref,
-        tokens.surrogate_scale, numbers_of(c), compiled,
+        tokens.surrogate_scale, objective_rules.numbers_of(c), Variant(c.surrogate, kl, clips),
     )  # fmt: skip
     if rows is not None:
         block = launch.sequences * launch.block
@@ -305,14 +337,10 @@ def objective(
         return None
     offsets, device = tokens.sequences.offsets, logp.device
     sequences, groups = offsets.numel() - 1, 0 if group_index is None else num_groups
-    numbers = torch.empty((sequences + groups + 1) * COLUMNS + 3, dtype=torch.float32, device=device)
-    exact = torch.empty(sequences, COLUMNS, dtype=torch.float64, device=device)
-    extrema = torch.empty(sequences, 3, dtype=torch.float32, device=device)
-    if sequences:
-        scored = None if tokens.scored is None else tokens.scored.view(torch.uint8)
-        sequence_kernel[(triton.cdiv(sequences, launch.sequences),)](
-            offsets, sequences, scored, entropy, tokens.rollout, tokens.rollout_weight, exact, extrema, numbers, *given,
-            SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
-        )  # fmt: skip
-    group_kernel[(groups + 1,)](exact, extrema, group_index, numbers, sequences, groups, BLOCK=64, num_warps=4)
+    numbers, exact, counter = objective_rules.memory_of_sums(sequences, groups, device)
+    scored = None if tokens.scored is None else tokens.scored.view(torch.uint8)
+    sequence_kernel[(max(1, triton.cdiv(sequences, launch.sequences)),)](
+        offsets, sequences, scored, entropy, tokens.rollout, tokens.rollout_weight, group_index, groups, numbers, exact,
+        counter, *given, SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
+    )  # fmt: skip
     return numbers
