@@ -441,3 +441,32 @@ def test_the_first_tag_may_be_the_end_of_the_prompt(text):
 ], ids=range(10))  # fmt: skip
 def test_what_has_not_the_form_soon_has_0(text):
     assert score(["format"], [text, f" <think>{'<' * 9}\n</think>\n<answer></answer>\n"]).total.tolist() == [0.0, 1.0]
+
+
+HALF_AN_ANSWER = '''
+import os, sys, time
+
+def stuck(prompts, **columns):
+    os.write(int(sys.argv[1]), (1000).to_bytes(4, "big") + b"half")
+    time.sleep(60)
+'''
+
+
+def test_half_an_answer_ends_at_the_deadline(tmp_path):
+    (tmp_path / "half.py").write_text(HALF_AN_ANSWER)
+    worker = module.Worker(f"{tmp_path / 'half.py'}:stuck", 0.2)
+    found = worker.call(pickle.dumps({"prompts": []}))
+    assert found.late and "more than 1 s of wall-clock time" in found.error[0] and worker.process is None
+
+
+def test_format_needs_tags_that_the_tokenizer_writes():
+    class Silent:
+        def __call__(self, text, **_):
+            return {"input_ids": [text]}
+
+        def decode(self, ids, **_):
+            return "" if ids == ["</think>"] else ids[0]
+
+    with pytest.raises(ValueError, match=r"'format' would be 0 for every completion: .* has </think>, for which"):
+        Rewards(["format"]).check_tags(Silent())
+    Rewards(["arithmetic"]).check_tags(Silent())

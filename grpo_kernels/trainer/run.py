@@ -101,6 +101,8 @@ class Run:
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts)
         self.rewards = make_rewards(a, self.prompts, self.held_out, given)
+        if self.rewards is not None:
+            self.rewards.check_tags(tokenizer)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
         vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None

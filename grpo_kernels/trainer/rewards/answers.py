@@ -16,6 +16,7 @@ NUMBER = re.compile(r"(?<![\w.])([+-]?)\$?(\d{1,30}(?:,\d{3}){0,10})(\.\d{1,30})
 MARKED = [re.compile(r"####[ \t]*([^\n]{0,200})"), re.compile(r"\\boxed\{([^{}\n]{0,200})\}")]
 SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
+TAGS = "<think>", "</think>", "<answer>", "</answer>"
 WITHOUT_TAGS = r"(?:(?!</?think>|</?answer>).)*"
 # Each tag once, in order, with only blanks around the blocks. The first may be missing: chat templates of thinking
 # models write it at the end of the prompt.

@@ -15,6 +15,7 @@ import torch
 
 from .. import RunError
 from . import answers
+from .answers import TAGS
 from .worker import Result, Worker, call, find
 
 NAN = float("nan")
@@ -189,6 +190,18 @@ class Rewards:
                     function.check_answer(answer)  # type: ignore[misc]
                 except ValueError as error:
                     raise ValueError(f"row {row}, reward {function.name!r}: {error}") from None
+
+    def check_tags(self, tokenizer: Any) -> None:
+        """Raises ValueError where the built-in reward "format" would be 0 for every completion: the tokenizer has no
+        ordinary tokens for its tags, and the text that rewards get lacks them."""
+        if not any(function.name == "format" for function in self.functions):
+            return
+        ids = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in TAGS}
+        if lost := [tag for tag in TAGS if tag not in tokenizer.decode(ids[tag], skip_special_tokens=True)]:
+            raise ValueError(
+                "reward 'format' would be 0 for every completion: the text that rewards get never has "
+                f"{', '.join(lost)}, for which the tokenizer has special tokens, or none"
+            )
 
     def score(
         self,

@@ -16,8 +16,10 @@ import math
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -186,17 +188,29 @@ class Worker:
         return self._ask(arguments, self.seconds * WALL_PER_CPU)
 
     def _ask(self, message: bytes, seconds: float) -> Result:
+        late = False
+
+        def stop() -> None:  # also where the process does not read, or has written half of its answer
+            nonlocal late
+            late = True
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+                pipe.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(seconds, stop)
+        timer.start()
         try:
             self._connection.send_bytes(message)
-            if self._connection.poll(seconds):
-                return read_answer(self._connection.recv_bytes(MOST_BYTES))
-            problem, late, patience = f"timed out: more than {seconds:g} s of wall-clock time", True, 0
+            return read_answer(self._connection.recv_bytes(MOST_BYTES))
         except (EOFError, ConnectionError):
-            problem, late, patience = "its process ended", False, 5
+            problem, patience = "its process ended", 5
         except (OSError, ValueError) as error:
-            problem, late, patience = f"what it sent is no answer: {error}", False, 0
-        status = self.close(patience)
-        if status == -signal.SIGPROF:
+            problem, patience = f"what it sent is no answer: {error}", 0
+        finally:
+            timer.cancel()
+        status = self.close(0 if late else patience)
+        if late:
+            problem = f"timed out: more than {seconds:g} s of wall-clock time"
+        elif status == -signal.SIGPROF:
             problem, late = f"timed out: more than {self.seconds:g} s of CPU time", True
         elif patience:
             problem += f" with status {status}"
