@@ -143,7 +143,7 @@ def unpack(folder: Path, target: Path = PEERS) -> list[str]:
         shutil.rmtree(target, ignore_errors=True)
         with tarfile.open(fileobj=io.BytesIO(b"".join(parts.values())), mode="r:xz") as archive:
             archive.extractall(target, filter="data")
-        # Python reads .pth files in its own folders alone; a module of this name it imports when it starts.
+        # Python reads .pth files in its own folders only; a module of this name it imports when it starts.
         (target / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(target)!r})\n")
         shutil.copyfile(sums, unpacked)
     return lacking

@@ -102,7 +102,7 @@ def test_sampling_masks_in_eager_ours_and_the_exact_result(mode, share):
     assert wrong["ours"] is None and wrong["eager"] is None and wrong["ours-unmasked"] is not None
 
 
-def test_the_committed_results_give_the_committed_tables(tmp_path, monkeypatch):
+def test_the_committed_results_give_the_committed_tables_and_pictures_that_say_where(tmp_path, monkeypatch):
     pages = {name: (report.ROOT / name).read_text() for name in ("README.md", "bench/README.md")}
     (tmp_path / "bench").mkdir()
     for name, text in pages.items():
@@ -115,9 +115,6 @@ def test_the_committed_results_give_the_committed_tables(tmp_path, monkeypatch):
     report.main()
     assert {name: (tmp_path / name).read_text() for name in pages} == pages
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == committed
-
-
-def test_pictures_say_where_and_when():
     document = report.load("cpu.json")
     small_print = figures.PICTURES["time"](document).get_supxlabel()
     assert small_print.startswith("AMD EPYC, 2 threads, AVX512, grpo-kernels 0.1.0, torch 2.13.0+cpu, ")

@@ -56,11 +56,11 @@ def from_logps(logps: Callable[[Inputs], Tensor], mode: str) -> Step:
 
 
 def ours(inputs: Inputs, mode: str, backend: str = "auto", **options: Any) -> Step:
-    """`options` of the configuration, which make a difference to the gradient alone."""
+    """`options` of the configuration, which make a difference to the gradient only."""
     if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
         raise Unsupported(reason)
     if options and mode == "forward":
-        raise Unsupported("differs from ours in the gradient alone")
+        raise Unsupported("differs from ours in the gradient only")
     config = GRPOConfig(aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON, **options)
 
     def forward(inputs: Inputs) -> Result:

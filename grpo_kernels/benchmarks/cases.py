@@ -188,7 +188,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ]
         for kind in ("cpu", "cuda")
     },
-    # Time against kept ids, half of the tokens masked, scoring alone.
+    # Time against kept ids, half of the tokens masked, scoring only.
     "masks": {
         kind: [
             *_jobs(shape, MASKED, memory=MASKED[:2], kept_ids=(32, 8, 512), **options),

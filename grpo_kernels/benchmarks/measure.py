@@ -44,7 +44,7 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
     """{"implementations": name -> what was found}, and "error" where the case itself failed.
 
     Runs in a process of its own. One that kills the process, is silent for too long, or leaves the device in a state of
-    error costs itself alone: its end is its result, and the others are measured again without it.
+    error affects no other: its end is its result, and the others are measured again without it.
     """
     lost: Found = {}
     while True:

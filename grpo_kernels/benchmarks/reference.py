@@ -44,7 +44,7 @@ def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
 
 
 def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
-    """One pass over chunks of rows: with all masks one, a token's share of the loss depends on that token alone.
+    """One pass over chunks of rows: with all masks one, a token's share of the loss depends on no other token.
 
     `objective`: "grpo", or "cross_entropy", the mean of -logp.
     """
