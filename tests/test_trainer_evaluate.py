@@ -187,5 +187,5 @@ def test_an_adapter_is_evaluated_from_any_folder(model, data, tmp_path, monkeypa
     assert "dataset_name=gsm8k.csv: there is no such file or folder in" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "base")
     assert main(["evaluate", "../run", "--dataset-name", str(path)]) == 2
-    words = f"names no base model that can be loaded: base_model_name_or_path={tmp_path / 'base'}: there is no such"
+    words = f"base_model_name_or_path={tmp_path / 'base'}: there is no such"
     assert words in capsys.readouterr().err
