@@ -113,7 +113,7 @@ def refused(model, data, tmp_path, capfd):
     ({"teacher_model_name_or_path": ".", "loss_options": {"sparse_backward": 0.1}}, ["sparse_backward", "teacher_m"]),
     ({"teacher_model_name_or_path": ".", "loss_options": {"distill_coef": 0.0}}, ["distill_coef=0 leaves"]),
     ({"teacher_model_name_or_path": ".", "loss_options": {"divergence_beta": 0.5}}, ["divergence_beta=0.5 has no"]),
-    ({"teacher_model_name_or_path": "."}, ["teacher_model_name_or_path=/"]),
+    ({"teacher_model_name_or_path": "."}, ["teacher_model_name_or_path=.: "]),
     ({"use_vllm": True}, ["use_vllm needs vllm: pip install vllm"]),
     ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p", "needs a top_k"]),
     ({"reward_funcs": "test_trainer_input:reads_gold"}, ["'reads_gold' reads the column 'gold'; there are: answer"]),

@@ -178,7 +178,7 @@ def test_an_adapter_in_a_folder_is_trained_on(model, data, tmp_path, monkeypatch
         result = load(tmp_path / f"of-{name}" / "model", model)
         assert torch.equal(logits(result), logits(start))
         assert result.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
-    words = f"{tmp_path / 'start'} is an adapter to {tmp_path / 'base'}; expected use_peft=True, which trains it on"
+    words = f"start is an adapter to {tmp_path / 'base'}; expected use_peft=True, which trains it on"
     with pytest.raises(ValueError, match=re.escape(words)):
         train("start", training.length, rows_of(data), options("run"))
 

@@ -83,13 +83,6 @@ def test_a_demo_that_is_interrupted_says_so_by_its_name(tmp_path, monkeypatch, c
     assert capfd.readouterr().err == "grpo-kernels demo: interrupted; what was saved before is kept\n"
 
 
-def test_without_a_terminal_the_warm_up_says_how_far_it_is(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(arithmetic, "QUIET_S", 0.0)
-    arithmetic.start_model(tmp_path / "a", seed=0, vocab_size=20, hidden_size=32, num_layers=1, max_steps=2)
-    said = capfd.readouterr().err
-    assert re.search(r"^warm-up: step 1, loss \d\.\d\d, down to 0\.22$", said, flags=re.MULTILINE)
-
-
 def test_the_demo_says_which_packages_its_chat_model_needs(monkeypatch, capsys):
     monkeypatch.setattr(demo, "find_spec", lambda module: None)
     assert main(["demo", "--model", "smollm2"]) == 2
