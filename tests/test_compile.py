@@ -293,6 +293,17 @@ OPERATORS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_opcheck_of_a_fused_loss(backend):
+    """The operator returns sums, not a record, where the backend has the loss in one launch."""
+    hidden, weight, bias, tokens, groups, _, _, *rest = samples(torch.float32)["grpo_loss"]
+    tokens[-2:] = None, None  # of a sampling mask, which is slow in the interpreter
+    arguments = hidden, weight, bias, tokens, groups, gk.GRPOConfig(beta=0.1).key, backend, *rest
+    torch.library.opcheck(loss_op.grpo_loss, arguments)
+    found = loss_op.grpo_loss(*(x.detach() for x in arguments[:3]), *arguments[3:])[3]
+    assert found.shape == ((4 + 2 + 1) * 15 + 3,)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_opcheck(name, dtype):

@@ -96,7 +96,8 @@ def test_the_reference_stands_alone():
 
 
 def test_kernels_know_no_loss_and_the_loss_no_kernels():
-    """A loss knows which rows a chunk has; a backend its operations, what they fall back to, and its launches."""
+    """A loss knows which rows a chunk has; a backend its operations, which losses it has in one launch, what it falls
+    back to, and its launches."""
     for name in graph():
         own, others = room(name), graph()[name]
         if own == "objective":

@@ -443,13 +443,13 @@ def test_what_has_not_the_form_soon_has_0(text):
     assert score(["format"], [text, f" <think>{'<' * 9}\n</think>\n<answer></answer>\n"]).total.tolist() == [0.0, 1.0]
 
 
-HALF_AN_ANSWER = '''
+HALF_AN_ANSWER = """
 import os, sys, time
 
 def stuck(prompts, **columns):
     os.write(int(sys.argv[1]), (1000).to_bytes(4, "big") + b"half")
     time.sleep(60)
-'''
+"""
 
 
 def test_half_an_answer_ends_at_the_deadline(tmp_path):
