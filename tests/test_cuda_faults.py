@@ -18,9 +18,12 @@ from typing import NamedTuple
 
 import kernel_checks as c
 import pytest
+import test_objective_kernel as objective
 import torch
 from emulator import ROOT, Emulated, build_module, build_sanitized, few_types, load
 from test_lm_head_kernels import ORDERS, assert_exact, make_head
+
+from grpo_kernels.config import GRPOConfig
 
 PAIR = (torch.float32, torch.bfloat16)
 
@@ -37,7 +40,8 @@ class Fault(NamedTuple):
         """Those checks of `check_all` that the file's kernels can fail."""
         if self.file.startswith("lm_head"):
             return check_products
-        return {"scale.cuh": check_scale, "rows.cuh": check_rows}.get(self.file, check_all)
+        own = {"scale.cuh": check_scale, "rows.cuh": check_rows, "objective.cuh": check_objective}
+        return own.get(self.file, check_all)
 
 
 def read_faults() -> list[Fault]:
@@ -75,10 +79,20 @@ def check_scale(kernels: Emulated, orders=ORDERS[:4]) -> None:
             c.check_scale(kernels, dtype, 60001, shift)
 
 
+def check_objective(kernels: Emulated, orders=objective.ORDERS) -> None:
+    for case in (
+        objective.Case(GRPOConfig(beta=0.1, delta=1.5), packed=True, bare=False, lengths=objective.LONG),
+        objective.not_finite("clip", "k3"),
+        objective.not_finite("cispo", "none"),
+    ):
+        objective.check(kernels, case, orders)
+
+
 def check_all(kernels: Emulated) -> None:
     check_rows(kernels)
     check_exponentials(kernels)
     check_scale(kernels)
+    check_objective(kernels)
 
 
 def check_products(kernels: Emulated, orders=ORDERS) -> None:
@@ -141,9 +155,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 from pathlib import Path
 import triton_interpreter
 triton_interpreter.install()
-from test_cuda_faults import check_exponentials, check_products, check_rows, check_scale, load
+from test_cuda_faults import check_exponentials, check_objective, check_products, check_rows, check_scale, load
 kernels = load(Path(sys.argv[1]))
-for check in (check_exponentials, check_rows, check_scale, check_products):
+for check in (check_exponentials, check_objective, check_rows, check_scale, check_products):
     check(kernels, (3,))
 print("all checks passed")
 """

@@ -22,6 +22,7 @@ OPTIONS = {
     "epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5, "dual_clip": 1.2, "log_ratio_clamp": 0.9,
 }  # fmt: skip
 LENGTHS = (7, 0, 20, 1, 33)
+LONG = (300, 0, 256, 1, 777)
 ORDERS = (0, 1, 3)  # of the emulated GPU's threads and blocks
 
 
@@ -36,16 +37,16 @@ def kernels(request):
 class Case:
     """A batch, padded or packed, with log-probabilities of its scored tokens."""
 
-    def __init__(self, config: GRPOConfig, *, packed: bool, bare: bool, seed: int = 0) -> None:
-        g = torch.Generator().manual_seed(seed)
-        shape = (sum(LENGTHS),) if packed else (5, 11)
+    def __init__(self, config: GRPOConfig, *, packed: bool, bare: bool, lengths=LENGTHS) -> None:
+        g = torch.Generator().manual_seed(0)
+        shape = (sum(lengths),) if packed else (5, 11)
 
         def normal(*size: int) -> Tensor:
             return torch.randn(size, generator=g)
 
         advantages, ids = normal(5), torch.randint(100, shape, generator=g)
         advantages[2] = 0.0
-        given = dict(cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0)) if packed else {}
+        given = dict(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0)) if packed else {}
         if not bare:
             weights = normal(*shape).abs()
             weights[torch.rand(shape, generator=g) < 0.2] = 0.0
@@ -65,10 +66,10 @@ class Case:
         self.logp = torch.where(scored, -normal(ids.numel()).abs(), 0.0)
         self.entropy = torch.where(scored, normal(ids.numel()).abs(), 0.0)
 
-    def sums(self, kernels) -> tuple[Tensor, Tensor]:
+    def sums(self, kernels, orders=ORDERS) -> tuple[Tensor, Tensor]:
         """Of two calls with the same bits."""
         groups, found = (self.batch.tokens.group_index, self.batch.num_groups), []
-        for order in ORDERS if kernels.name == "cuda" else ORDERS[:2]:
+        for order in orders if kernels.name == "cuda" else orders[:2]:
             if kernels.name == "cuda":
                 kernels.use(order=order)
             dlogp = torch.full_like(self.logp, math.nan)
@@ -96,8 +97,8 @@ def configs() -> list[GRPOConfig]:
     return found
 
 
-def check(kernels, case: Case) -> tuple[Tensor, Tensor]:
-    (numbers, dlogp), (expected, truth) = case.sums(kernels), case.expected()
+def check(kernels, case: Case, orders=ORDERS) -> tuple[Tensor, Tensor]:
+    (numbers, dlogp), (expected, truth) = case.sums(kernels, orders), case.expected()
     torch.testing.assert_close(dlogp.double(), truth, rtol=3e-5, atol=3e-7, equal_nan=True)
     found = Sums.of(numbers, case.batch.num_sequences, case.batch.num_groups)
     for name, x, y in zip(Sums._fields, found, expected, strict=True):
@@ -123,10 +124,8 @@ def test_gradient_and_sums(kernels, config, packed, bare):
         assert part.isnan().all()
 
 
-@pytest.mark.parametrize("kl", ESTIMATORS)
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_numbers_that_are_not_finite(kernels, surrogate, kl):
-    """NaN stays in its token; a weight, a scale or a clamp of 0 is not multiplied by what is infinite."""
+def not_finite(surrogate: str, kl: str) -> Case:
+    """The first tokens have ratios and KLs beyond their clamps, NaN logits with and without a scale, a scale of 0."""
     given = {} if kl == "none" else dict(beta=0.1, kl_estimator=kl)
     case, some = Case(GRPOConfig(surrogate=surrogate, score_inactive=True, **given), packed=False, bare=False), range(9)
     for tokens in (case.tokens, case.exact):
@@ -137,6 +136,14 @@ def test_numbers_that_are_not_finite(kernels, surrogate, kl):
         if kl != "none":
             tokens.ref[some] = torch.tensor([200.0, -200, -1, -1, -1, -1, -1, -1, 90]).to(tokens.old.dtype)
     case.logp[some] = torch.tensor([-1.0, -2, -3, math.nan, math.nan, -1, -80, 0, -1])
+    return case
+
+
+@pytest.mark.parametrize("kl", ESTIMATORS)
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_numbers_that_are_not_finite(kernels, surrogate, kl):
+    """NaN stays in its token; a weight, a scale or a clamp of 0 is not multiplied by what is infinite."""
+    case = not_finite(surrogate, kl)
     numbers, dlogp = check(kernels, case)
     assert dlogp[3].isnan() and dlogp[4].isnan() and dlogp.isnan().sum() == 2
     assert numbers[-3:].isnan().any()
@@ -164,6 +171,11 @@ def test_no_tokens(kernels, lengths):
     assert not numbers[:-3].any() and len(numbers) == len(COLUMNS) * (len(lengths) + 3) + 3
     assert numbers[-3:].tolist() == [math.inf, -math.inf, -math.inf]
     assert kernels.objective(tokens, nothing, nothing, nothing, Rows(0, 0)) is None
+
+
+def test_long_sequences(kernels):
+    """Longer than what a block has threads."""
+    check(kernels, Case(GRPOConfig(beta=0.1), packed=True, bare=False, lengths=LONG))
 
 
 def test_many_sequences_and_groups(kernels):

@@ -121,6 +121,11 @@ def pip_folder(name: str, python: Path, packages: Sequence[str], *options: objec
     return folder
 
 
+def toolchain(variant: str) -> Path:
+    """Returns a folder with NVRTC and the headers of a CUDA version."""
+    return pip_folder(f"toolchains/{variant}", Path(sys.executable), PACKAGES[variant], "--no-deps")
+
+
 def virtual_environment(name: str, python: Path, packages: Sequence[str]) -> Path:
     """Returns the interpreter of an environment with the versions of .ci/constraints.txt."""
     return pip_folder(name, python, packages) / "bin" / "python"
@@ -175,8 +180,8 @@ class Builder:
             "ZIG_LOCAL_CACHE_DIR": str(WORK / "zig"),
         }
         if variant in PACKAGES:
-            nvrtc = pip_folder(f"toolchains/{variant}", Path(sys.executable), PACKAGES[variant], "--no-deps")
-            settings |= {"GRPO_KERNELS_CUDA": "1", "GRPO_KERNELS_CUDA_ARCHS": "full", "GRPO_KERNELS_NVRTC": str(nvrtc)}
+            nvrtc = str(toolchain(variant))
+            settings |= {"GRPO_KERNELS_CUDA": "1", "GRPO_KERNELS_CUDA_ARCHS": "full", "GRPO_KERNELS_NVRTC": nvrtc}
         return settings
 
 

@@ -115,7 +115,7 @@ constexpr int kObjectiveWarps = kObjectiveThreads / kWarp;
 
 struct Exchange {
     double warps[kObjectiveWarps][kMeasures];
-    int32_t is_last;
+    int32_t ended_before;  // blocks
 };
 static_assert(sizeof(Exchange) <= kObjectiveShared, "what the host reserves");
 
@@ -171,7 +171,7 @@ GK_DEVICE void measure_sequence(const ObjectiveArgs& args, int64_t sequence, Exc
             combine(m, own[m], shuffle_xor(own[m], mask));
         if (lane_index() == 0) exchange.warps[warp_index()][m] = own[m];
     }
-    block_sync();
+    block_sync();  // the warps have written
     const int m = thread_index();
     if (m >= kMeasures) return;
     double all = neutral(m);
@@ -210,11 +210,11 @@ GK_DEVICE void objective(const ObjectiveArgs& args) {
     block_sync();  // the row is written
     if (thread_index() == 0) {
         device_fence();  // before the block counts itself, its row is seen by all
-        exchange.is_last = atomic_add(args.counter, 1) == static_cast<int32_t>(block_count()) - 1;
+        exchange.ended_before = atomic_add(args.counter, 1);
         device_fence();  // and before the last one reads rows, those of the others
     }
-    block_sync();
-    if (exchange.is_last) add_sequences(args);
+    block_sync();  // all know whether theirs is the last
+    if (exchange.ended_before == static_cast<int32_t>(block_count()) - 1) add_sequences(args);
 }
 
 }  // namespace gk::cuda

@@ -83,7 +83,7 @@ def matmul_launch(kernel: str, device: torch.device, width: int, vocab: int, dty
 
 def token_launch(device: torch.device) -> TokenLaunch:
     """The same on every GPU; in the interpreter, which runs on a CPU, few and small blocks."""
-    return TokenLaunch(8, 16, 1) if device.type == "cpu" else TokenLaunch(1, 512, 4)
+    return TokenLaunch(8, 16, 1) if architecture(device) == "interpreter" else TokenLaunch(1, 512, 4)
 
 
 def shape_key(*sizes: int, dtype: torch.dtype) -> str:
