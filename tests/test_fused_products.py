@@ -99,7 +99,7 @@ def test_what_needs_logits_has_them(kinds, products, dtype, options, backend):
 @pytest.mark.parametrize("static", [False, True])
 def test_padding_may_hold_anything(products, static, kinds, backend):
     batch = off_policy(make_batch(3, masked=True, bias=True, vocab=72)).head_as(torch.bfloat16)
-    config = gk.GRPOConfig(static_shapes=static, chunk_rows=7)
+    config = gk.GRPOConfig(static_shapes=static, chunk_rows=7, logits_dtype=torch.float32)
     expected = fused(batch, config, backend)
     batch.hidden[~batch.options["completion_mask"]] = torch.nan
     found = fused(batch, config, backend)
