@@ -66,7 +66,7 @@ class CpuKernels:
         )  # fmt: skip
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        tokens = torch.arange(len(ids), dtype=torch.int32)
+        tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device)  # whatever the default device is
         self.kept_dweight(scale, rows, KeptPairs(ids.to(torch.int32), tokens), target, add=True)
 
 
