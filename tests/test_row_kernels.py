@@ -160,7 +160,7 @@ def test_rows(kernels, dtype, transform):
 @pytest.mark.parametrize("transform", [*TRANSFORMS, LogitTransform(softcap=100.0)], ids=str)
 def test_exponentials(kernels, dtype, transform):
     turn = int(transform.softcap) + c.DTYPES.index(dtype)
-    for i, vocab in in_turn(kernels, c.VOCABS, turn, every=6):
+    for i, vocab in in_turn(kernels, c.VOCABS, turn, every=12):
         c.check_exponentials(kernels, vocab, transform, dtype, shift=(i + turn) % 8, biased=i % 2 == 1)
 
 
