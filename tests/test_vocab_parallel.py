@@ -316,7 +316,8 @@ def accumulated(rank: int, group) -> None:
     total = torch.zeros_like(mine.weight)
     with pytest.MonkeyPatch.context() as patch:  # the rank with the fewest decides
         patch.setattr(vocab_parallel, "multiprocessors_of", lambda _: 100 + rank)
-        assert vocab_parallel.exchange_and_check(group, mine.hidden, mine.weight, None, (True,) * 3, ()).multiprocessors == 100
+        agreed = vocab_parallel.exchange_and_check(group, mine.hidden, mine.weight, None, (True,) * 3, ())
+        assert agreed.multiprocessors == 100
     call(mine, accumulate_into=total).loss.backward()
     assert mine.weight.grad is None and relative(total, exact.grads["weight"][rows_of(rank, group.size())]) < 2e-5
     frozen = leaves(mine, "weight", "bias")
