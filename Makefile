@@ -90,8 +90,8 @@ test-torch: $(TORCH:%=test-torch-%) ## a part of the tests with another torch: m
 # An environment of 3 to 6 GB, which goes when the tests have passed. The compiled modules are those of this folder.
 $(TORCH:%=test-torch-%): test-torch-%: $(VENV)/.built build/torch-%/.installed
 	build/torch-$*/bin/python -m pytest -q -n auto --maxprocesses 8 \
-	    -k "$(TORCH_SELECTED)$(if $(filter newest,$*), or triton and (sums or from_logits))" $(ARGS) \
-	    $(patsubst %,tests/test_%.py,$(TORCH_TESTS) $(if $(filter newest,$*),token_kernels))
+	    -k "$(TORCH_SELECTED)$(if $(filter newest,$*), or triton and (gradient_and_sums or from_logits))" $(ARGS) \
+	    $(patsubst %,tests/test_%.py,$(TORCH_TESTS) $(if $(filter newest,$*),objective_kernel))
 	rm -rf build/torch-$*
 
 test-vllm: $(VENV)/.built $(VLLM)/.installed ## the trainer with vLLM's engine for CPUs, in an environment of its own in build/vllm
