@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
 SPARSE_SUMS = ("pairs", "dense", "tokens")
 
 
-class Batch(NamedTuple):
+@dataclass  # no NamedTuple, whose properties torch.compile of torch 2.8 cannot follow
+class Batch:
     """Checked inputs of a loss; groups (0 where there are none); (mean, std) of the rewards per group."""
 
     tokens: TokenInputs
