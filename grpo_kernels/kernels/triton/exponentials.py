@@ -31,6 +31,7 @@ from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 from .matmul import Head, head_of
 from .rows import (
     GROUP,
+    Row,
     add_block,
     load_logits,
     load_sampled,
@@ -117,7 +118,8 @@ def store_columns(
 def rows_kernel(logits, ids, place, temperature, count, out, p, OPTIONS: tl.constexpr):
     BLOCK: tl.constexpr = OPTIONS.block
     ROWS: tl.constexpr = OPTIONS.rows
-    row = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    at = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     scales = logit_scales(p, row.temperature, OPTIONS.capped)
     to_exponent = (scales[0] * INV_LN2).to(tl.float32)
     y_id, slope_id = softcap(load_sampled(row, row.known), p.logit_scale, p.softcap, OPTIONS.capped)

@@ -156,8 +156,9 @@ def evaluate(at, live, logp, advantage, direct, via_ratio, old, ref, scale, p, V
         value, d_ratio = tl.where(drop, 0.0, factor * value), tl.where(drop, 0.0, factor * d_ratio)
         d_direct = tl.where(drop, 0.0, factor * d_direct)
     kl = tl.zeros_like(A)
-    if VARIANT.kl != "none":
-        kl, d_kl = kl_estimate(p, logp, tl.load(ref + at, mask=live, other=0.0), VARIANT.kl)
+    KL: tl.constexpr = VARIANT.kl
+    if KL != "none":
+        kl, d_kl = kl_estimate(p, logp, tl.load(ref + at, mask=live, other=0.0), KL)
         penalised = p.beta != 0.0
         value += tl.where(penalised, p.beta * kl, 0.0)
         d_direct += tl.where(penalised, p.beta * d_kl, 0.0)

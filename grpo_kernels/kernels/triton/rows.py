@@ -132,14 +132,15 @@ class Gradient(NamedTuple):
 
 @triton.jit
 def rows_of_program(logits, ids, place, temperature, count, ROWS: tl.constexpr):
-    """`place`: the token of row 0 where tokens follow it, or a pointer to the places of all rows."""
+    """The first fields of Row: a function of Triton 3.4 returns no None, which the bias may be. `place`: the token of
+    row 0 where tokens follow it, or a pointer to the places of all rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
     token = tokens_of(rows, place, live)
     id_ = tl.load(ids + token, mask=live, other=-1)
     T = tl.load(temperature + token, mask=live, other=1.0)
     known = live & (id_ >= 0) & (id_ < logits.vocab)
-    return Row(rows, token, live, id_, known, T, rows_of(logits, rows), logits.bias, logits.vocab)
+    return rows, token, live, id_, known, T, rows_of(logits, rows)
 
 
 @triton.jit
@@ -234,7 +235,8 @@ def row_sums(row, to_z, p, CAPPED: tl.constexpr, OPTIONS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ids", "place", "temperature", "count"])
 def statistics_kernel(logits, ids, place, temperature, stats, count, p, OPTIONS: tl.constexpr):
-    row = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
+    at = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
+    row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     to_z, _ = logit_scales(p, row.temperature, OPTIONS.capped)
     sums = row_sums(row, to_z, p, OPTIONS.capped, OPTIONS)
     log_sum = tl.log(sums.exps)
@@ -328,12 +330,14 @@ def gradient_kernel(
 ):  # fmt: skip
     """With a `teacher` also the gradient of the divergence, from what its kernel has `found`."""
     BLOCK: tl.constexpr = OPTIONS.block
-    row = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
+    at = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
+    row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     scales = logit_scales(p, row.temperature, OPTIONS.capped)
     terms, log_sum, _, _ = load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS)
     pair = None
     if OPTIONS.divergence is not None:  # Triton 3.4 cannot compare a tuple that holds None
-        other = rows_of_program(teacher, ids, place, temperature, count, OPTIONS.rows)
+        at = rows_of_program(teacher, ids, place, temperature, count, OPTIONS.rows)
+        other = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], teacher.bias, teacher.vocab)
         to_z, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
         other_top, other_log_sum = split_lse(tl.load(found.lse + row.token, mask=row.live, other=0.0), to_z)
         policy, other_side = Side(terms.top, scales[0], log_sum), Side(other_top, to_z, other_log_sum)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..operations import SPARSE_ONE, LogitChunk, SparseRows, SparseRule
-from .rows import GROUP, gradient_of, load_terms, logit_scales, read_by, row_options, rows_of_program, scalars
+from .rows import GROUP, Row, gradient_of, load_terms, logit_scales, read_by, row_options, rows_of_program, scalars
 
 ONE: tl.constexpr = tl.constexpr(float(SPARSE_ONE))
 BITS: tl.constexpr = tl.constexpr(SPARSE_ONE.bit_length() - 1)
@@ -117,7 +117,8 @@ def sparse_kernel(
     first_id, p, OPTIONS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = OPTIONS.rows  # Triton 3.4 takes no attribute in a shape
-    row = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    at = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     scales = logit_scales(p, row.temperature, OPTIONS.capped)
     terms, _, by_logp, by_entropy = load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS)
 

@@ -17,6 +17,7 @@ from .divergence import Side, log_of_ratio, probabilities
 from .maths import softcap
 from .rows import (
     GROUP,
+    Row,
     load_logits,
     logit_scales,
     read_by,
@@ -61,8 +62,10 @@ def divergence_kernel(
     # The compiler trades registers for occupancy: with these blocks it spills at most one register.
     BLOCK: tl.constexpr = OPTIONS.block if OPTIONS.divergence == "jsd" else OPTIONS.block // 2
     ROWS: tl.constexpr = OPTIONS.rows
-    row = rows_of_program(logits, ids, place, temperature, count, ROWS)
-    other = rows_of_program(teacher, ids, place, temperature, count, ROWS)
+    at = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
+    at = rows_of_program(teacher, ids, place, temperature, count, ROWS)
+    other = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], teacher.bias, teacher.vocab)
     to_z1, _ = logit_scales(p, row.temperature, OPTIONS.capped)
     to_z2, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
     top, rest = split_lse(tl.load(stats.lse + row.token, mask=row.live, other=0.0), to_z1)
