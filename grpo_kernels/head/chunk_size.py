@@ -1,4 +1,4 @@
-"""What the engine allocates: how many rows of logits at a time, in which type, and the memory that chunks share."""
+"""What a head allocates: which rows, how many of logits at a time, in which type, and the memory that chunks share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Selection(NamedTuple):
     has_gradient: Tensor | None  # may have one
     scored_only: Tensor | None  # the others that are scored
     scored: Tensor | None  # both
-    lengths: list[int] | None  # active tokens per sequence, with whole sequences, if known on the host
+    lengths: list[int] | None  # those with a gradient per sequence, with whole sequences, if known on the host
 
     @classmethod
     def of(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.operations import HeadChunk, LogitChunk, LogitTransform, Rows, Statistics, TokenMask
+from ..objective.metrics import MASK_SUMS
 from .chunk_size import Selection, select_rows
 from .kept import DenseMask, KeptLogits, split
 from .lm_head import GivenLogits, LMHead
@@ -171,7 +172,7 @@ class HeadPass:
 
     def mask_sums(self) -> Tensor:
         """Returns the numbers of metrics.MASK_SUMS."""
-        sums = self.stats.logp.new_zeros(4)
+        sums = self.stats.logp.new_zeros(len(MASK_SUMS))
         if self.kept_logits is not None:
             sums[0] = self.kept_logits.num_tokens
             torch.sum(self.kept_logits.added, 0, dtype=sums.dtype, out=sums[1])

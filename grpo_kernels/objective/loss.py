@@ -9,7 +9,7 @@ d loss / d logp = dloss_via_ratio * d_ratio + dloss_direct * d_direct           
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,9 +75,9 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
     return Objective(log_ratio, value, kl, dlogp, counted)
 
 
-def clamp_ratio(c: object, log_ratio: Tensor) -> Ratio:
+def clamp_ratio(c: Any, log_ratio: Tensor) -> Ratio:
     """Returns the ratio within the clamps of its exponent."""
-    bound = getattr(c, "log_ratio_clamp", None)
+    bound = c.log_ratio_clamp
     high = EXPONENT_LIMIT if bound is None else min(bound, EXPONENT_LIMIT)
     clamped = log_ratio > high
     if bound is not None:
@@ -157,15 +157,17 @@ class GRPOLoss:
         return self._dlogp, self.dentropy
 
     def of_all(self) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of all tokens, whose statistics are known."""
+        """Returns the gradients of all tokens, whose statistics are known: they are evaluated once."""
         if self.fused is not None:
             if self._dlogp is None:
                 self._dlogp = torch.empty_like(self.logp)
-            self._sums = self.fused(self.tokens, self.logp, self.entropy, self._dlogp, None, *self.groups)
+            if self._sums is None:
+                self._sums = self.fused(self.tokens, self.logp, self.entropy, self._dlogp, None, *self.groups)
             return self._dlogp, self.dentropy
-        if self.by_batch and self._whole is None:
-            self._keep_entropies()
-        self._whole = evaluate(self.tokens, self.logp, self.entropy)
+        if self._whole is None:
+            if self.by_batch:
+                self._keep_entropies()
+            self._whole = evaluate(self.tokens, self.logp, self.entropy)
         return self._whole.dlogp, self.dentropy
 
     def _keep_entropies(self) -> None:
@@ -180,8 +182,7 @@ class GRPOLoss:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns (the loss (), what metrics need), when all statistics are known: the record (fields, N), or from the
         fused operation the sums in one row."""
-        if self._whole is None and self._sums is None:
-            self.of_all()
+        self.of_all()
         if self._sums is not None:  # rows of sums per sequence, per group, of all, which begin with the loss; 3 extrema
             rows = self.tokens.sequences.count + self.groups[1] + 1
             return self._sums[(rows - 1) * ((self._sums.numel() - 3) // rows)].clone(), self._sums

@@ -19,7 +19,6 @@ COLUMNS = (
     "loss", "tokens", "kl", "entropy", "ratio", "clip_low", "clip_high", "cispo_clip", "approx_kl", "mismatch",
     "mismatch_count", "rollout_weight", "rollout_weight_sq", "zero_gradient", "divergence",
 )  # fmt: skip
-COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 # Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (head/kept.py), for which
 # alone the mass is known.
 MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")

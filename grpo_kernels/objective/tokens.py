@@ -78,21 +78,26 @@ class Tokens:
     ref: Tensor | None = None
     rollout: Tensor | None = None  # NaN where unknown
     rollout_weight: Tensor | None = None
-    surrogate_scale: Tensor | None = None  # scales the surrogate alone
+    surrogate_scale: Tensor | None = None  # scales only the surrogate
     entropy_threshold: float | Tensor | None = None
 
     def part(self, take: Any, chosen: slice | None = None) -> Tokens:
-        """Returns some of the tokens, those that take(x) returns of a tensor (N,); chosen: which whole sequences."""
-        part: dict[str, Any] = {
-            f.name: take(x)
-            for f in dataclasses.fields(self)
-            if isinstance(x := getattr(self, f.name), Tensor) and x.shape == self.ids.shape
-        }
+        """Returns what loss.evaluate reads of some tokens, those that take(x) returns of a tensor (N,); chosen: which
+        whole sequences they are."""
+        part: dict[str, Any] = {n: take(x) for n in _EVALUATED if (x := getattr(self, n)) is not None}
+        if self.dloss_via_ratio is self.dloss_direct:
+            part["dloss_via_ratio"] = part["dloss_direct"]
+        else:
+            part["dloss_via_ratio"] = take(self.dloss_via_ratio)
         if chosen is not None:
             sequences = self.sequences.part(chosen)
             part |= {"sequences": sequences, "lengths": Lengths(sequences, part.get("scored"), self.advantage.dtype)}
-            part["lengths"].of_sequences = self.lengths.of_sequences[chosen]
         return dataclasses.replace(self, **part)
+
+
+_EVALUATED = (
+    "scored", "advantage", "dloss_direct", "old", "ref", "rollout", "rollout_weight", "surrogate_scale",
+)  # fmt: skip
 
 
 def rules_of(inputs: TokenInputs, config: Any, shape: torch.Size, has_teacher: bool) -> Rules:
