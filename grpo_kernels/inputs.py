@@ -122,18 +122,18 @@ def check_loss_inputs(
     if reads_logits and isinstance(config.temperature, Tensor):
         temperature = temperature_per_token(config.temperature, per_token.shape, num_sequences, per_token, cu_seqlens)
         temperature = temperature.to(per_token.device)
-    scalars: dict[str, Any] = {name: options.get(name) for name in _SCALARS}
-    for name in ("entropy_threshold", "entropy_coef"):
-        if isinstance(value := getattr(config, name), Tensor):
-            scalars[name] = value
-    scalars = {name: check_scalar(name, x, per_token.device, table_dtype(dtype)) for name, x in scalars.items()}
-    num_items = scalars.pop("num_items_in_batch")
-    if scalars["normalizer"] is None:
-        scalars["normalizer"] = num_items
-    _check_num_items(options.get("num_items_in_batch"), mask, per_token.device)
+    device, given = per_token.device, dict[str, Any]()
+    for name in (*_SCALARS, "entropy_threshold", "entropy_coef"):
+        x = options.get(name) if name in _SCALARS else getattr(config, name)
+        if x is not None and (name in _SCALARS or isinstance(x, Tensor)):
+            given[name] = check_scalar(name, x, device, table_dtype(dtype))
+    if "num_items_in_batch" in given:
+        _check_num_items(options["num_items_in_batch"], mask, device)
+        given["normalizer"] = given.pop("num_items_in_batch")
 
     groups = moments = None
-    num_generations, group_ids, rewards = (options.get(name) for name in ("num_generations", "group_ids", "rewards"))
+    num_generations, group_ids = options.get("num_generations"), options.get("group_ids")
+    rewards = options.get("rewards")
     if num_generations is not None or group_ids is not None or rewards is not None:
         groups = resolve_groups(num_sequences, num_generations, group_ids, per_token)
     if isinstance(rewards, Tensor) and groups is not None:
@@ -144,7 +144,8 @@ def check_loss_inputs(
         )  # fmt: skip
         if cu_seqlens is not None:
             advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
-    per_token_options: dict[str, Any] = {name: options.get(name) for name in _PER_TOKEN}
+    for name in _PER_TOKEN:
+        given[name] = options.get(name)
     tokens = TokenInputs(
         advantages=cast(Tensor, advantages),
         cu_seqlens=cu_seqlens,
@@ -152,8 +153,7 @@ def check_loss_inputs(
         group_index=None if groups is None else groups.index,
         kept_ids=None if sampling_mask is None else sampling_mask.ids,
         kept_counts=None if sampling_mask is None else sampling_mask.counts,
-        **per_token_options,
-        **scalars,
+        **given,
     )
     count = 0 if groups is None else groups.count
     return Batch(tokens, config, backend, per_token.shape, num_sequences, count, moments)
@@ -175,30 +175,29 @@ def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequence
         check_shape("rewards", rewards, fits, f"({num_sequences},), one per completion")
 
 
-def _check_num_items(count: Tensor | float | None, mask: Tensor | None, device: torch.device) -> None:
+def _check_num_items(count: Tensor | float, mask: Tensor | None, device: torch.device) -> None:
     """Refuses 0 unless it is the count of a batch without an unmasked token, where it counts as 1."""
-    if count is None or not checks_values(device) or count != 0:
+    if not checks_values(device) or count != 0:
         return
     if mask is None or bool(mask.any()):
         raise ValueError("num_items_in_batch=0, and completion_mask leaves tokens; expected their global number")
 
 
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
-    given = {name for name, x in options.items() if x is not None}
-    if config.beta != 0.0 and "ref_logps" not in given:
+    if config.beta != 0.0 and options.get("ref_logps") is None:
         raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
-    if not given & {"rollout_logps", "old_logps"}:
+    if options.get("rollout_logps") is None and options.get("old_logps") is None:
         if config.off_policy_mask_threshold is not None:
             raise ValueError("off_policy_mask_threshold has no effect without rollout_logps or old_logps; leave it out")
         if SURROGATE_RULES[config.surrogate].divides_by_rollout:
             raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
-    if "num_items_in_batch" in given:
-        if "normalizer" in given:
+    if options.get("num_items_in_batch") is not None:
+        if options.get("normalizer") is not None:
             raise ValueError("num_items_in_batch and normalizer are two names of one denominator; give one")
         if config.aggregation != "num_items":
             why = f"aggregation={config.aggregation!r}; use normalizer"
             raise ValueError(f"num_items_in_batch has no effect with {why}")
-    if "entropy_normalizer" in given:
+    if options.get("entropy_normalizer") is not None:
         for why, applies in (
             ("entropy_coef=0; leave it out", not config.has_entropy_bonus),
             ("entropy_aggregation='loss'; use normalizer", config.entropy_aggregation == "loss"),

@@ -70,13 +70,15 @@ def products_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
     device = hidden.device.type if isinstance(hidden, Tensor) else "meta"
     if device == "meta":
         return None  # the checks refuse it
-    head = [x for x in (weight, bias) if isinstance(x, Tensor)]
     if torch.is_autocast_enabled(device):
         # Autocast leaves other types as they are; the checks then say which do not fit.
-        taken = all(x.dtype != torch.float64 and x.is_floating_point() for x in (hidden, *head))
+        given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
+        taken = all(x.dtype != torch.float64 and x.is_floating_point() for x in given)
         return torch.get_autocast_dtype(device) if taken else None
-    is_narrow = hidden.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if is_narrow and {x.dtype for x in head} == {torch.float32} else None
+    if hidden.dtype not in (torch.bfloat16, torch.float16) or not isinstance(weight, Tensor):
+        return None
+    is_wide = weight.dtype == torch.float32 and (not isinstance(bias, Tensor) or bias.dtype == torch.float32)
+    return torch.float32 if is_wide else None
 
 
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:

@@ -41,12 +41,11 @@ class Selection(NamedTuple):
     lengths: list[int] | None  # those with a gradient per sequence, with whole sequences, if known on the host
 
     @classmethod
-    def of(
-        cls, order: Tensor, active: int, rest: int, lengths: list[int] | None, num_tokens: int | None = None
-    ) -> Selection:
-        """order: so many active tokens, so many others, anything; of all, where num_tokens is not given."""
-        total = order.numel() if num_tokens is None else num_tokens
-        first, both = (None if count == total else order[:count] for count in (active, active + rest))
+    def of(cls, order: Tensor, active: int, rest: int, lengths: list[int] | None) -> Selection:
+        """order (N,): so many active tokens, so many others, then those that are not scored."""
+        total = order.numel()
+        first = None if active == total else order[:active]
+        both = None if active + rest == total else order[: active + rest]
         return cls(first, order[active : active + rest] if rest else None, both, lengths)
 
 
@@ -63,17 +62,18 @@ def select_tokens(
         elif sequences is not None and not every_row:
             lengths = sequences.offsets.diff().tolist()
         return Selection(None, None, None, lengths)
+    of_sequences = None if sequences is None else sequences.sum(active.to(torch.float32))
+    if not reads_back_late(active.device):  # two reads cost less than one sort
+        first, count, rest = active.nonzero().squeeze(1), active.numel(), None
+        if scored is not active and first.numel() < (count if scored is None else int(scored.count_nonzero())):
+            rest = (~active if scored is None else scored & ~active).nonzero().squeeze(1)
+        both = first if rest is None else torch.cat([first, rest])
+        per_sequence = None if of_sequences is None else [int(x) for x in of_sequences.tolist()]
+        has_gradient = None if first.numel() == count else first
+        return Selection(has_gradient, rest, None if both.numel() == count else both, per_sequence)
     others = None
     if scored is not active:
         others = ~active if scored is None else scored & ~active
-    of_sequences = None if sequences is None else sequences.sum(active.to(torch.float32))
-    if not reads_back_late(active.device):  # two reads cost less than one sort
-        first, rest = active.nonzero().squeeze(1), None
-        if others is not None:
-            rest = others.nonzero().squeeze(1)
-        both = first if rest is None or rest.numel() == 0 else torch.cat([first, rest])
-        per_sequence = None if of_sequences is None else [int(x) for x in of_sequences.tolist()]
-        return Selection.of(both, first.numel(), both.numel() - first.numel(), per_sequence, active.numel())
     numbers = [active.sum(dtype=torch.float64).view(1)]
     key = active.to(torch.int8)
     if others is not None:
@@ -214,23 +214,24 @@ def allocate_rows(rows: int, vocab_size: int, dtypes: Sequence[torch.dtype], dev
     """A scratch (rows, V) in each type, of logits or their gradients; on a CPU in one block. Out of memory, the error
     names the setting that helps."""
     row_stride = chunk_row_stride(vocab_size, device)
-    shape, strides = (rows, vocab_size), (row_stride, 1)
-    sizes = [-(-rows * row_stride * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype in dtypes]
+    places, size = [], 0
+    for dtype in dtypes:
+        places.append(size // dtype.itemsize)
+        size += -(-rows * row_stride * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     try:
         if device.type != "cpu":
             return [torch.empty((rows, row_stride), dtype=dtype, device=device)[:, :vocab_size] for dtype in dtypes]
-        block = _cpu_block(sum(sizes))
-        places = [sum(sizes[:i]) // dtype.itemsize for i, dtype in enumerate(dtypes)]
-        return [
-            torch.empty(0, dtype=dtype, device=device).set_(block, place, shape, strides)
-            for place, dtype in zip(places, dtypes, strict=True)
-        ]
+        block, found = _cpu_block(size), []
+        for place, dtype in zip(places, dtypes, strict=True):
+            part = torch.empty(0, dtype=dtype, device=device)
+            found.append(part.set_(block, place, (rows, vocab_size), (row_stride, 1)))
+        return found
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise
         named = " and ".join(map(str, dtypes))
         raise type(error)(
-            f"no memory for one chunk of logits, {rows} x {vocab_size} {named} = {sum(sizes) / 2**20:.0f} MiB: "
+            f"no memory for one chunk of logits, {rows} x {vocab_size} {named} = {size / 2**20:.0f} MiB: "
             f"set GRPOConfig.chunk_rows below {rows}. ({error})"
         ) from error
 

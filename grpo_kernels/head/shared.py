@@ -38,7 +38,9 @@ def _has_tracer(hidden: Tensor) -> bool:
     """Whether operations are recorded, to be run later or elsewhere: fake and functional tensors, proxies of them."""
     if torch.compiler.is_compiling() or type(hidden).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return True
-    modes = dispatch._get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    modes = dispatch._get_current_dispatch_mode_stack()
     return any(getattr(mode, "_mode_key", None) is not None for mode in modes)  # those that torch knows by a key
 
 

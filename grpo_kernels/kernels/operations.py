@@ -93,7 +93,7 @@ class Statistics(NamedTuple):
 
     @classmethod
     def zeros(cls, count: int, device: torch.device, dtype: torch.dtype) -> Statistics:
-        logp, entropy = torch.zeros((2, count), dtype=dtype, device=device)
+        logp, entropy = torch.zeros((2, count), dtype=dtype, device=device).unbind()
         return cls(logp, torch.zeros(count, dtype=torch.float64, device=device), entropy)
 
 

@@ -46,14 +46,16 @@ class Lengths:
         return self.mask.sum(dtype=self.dtype).clamp(min=1)
 
 
-def weight_of_sequences(c: Any, lengths: Lengths, normalizer: Tensor | None) -> Tensor:
-    """Returns the weight of a token of each sequence in the loss, (S,) or ()."""
-    below = denominator(c, lengths, normalizer)
+def weight_of_tokens(c: Any, lengths: Lengths, normalizer: Tensor | None) -> Tensor:
+    """Returns the weight of each token in the loss (N,), 0 at padding."""
+    below, mask, sequences, dtype = denominator(c, lengths, normalizer), lengths.mask, lengths.sequences, lengths.dtype
     if c.aggregation == "seq_mean":  # GRPO, SAPO, GSPO
-        return lengths.at_least_one.reciprocal() / below
-    if isinstance(below, Tensor):
-        return below.to(lengths.dtype).reciprocal()
-    return torch.full((), below, dtype=lengths.dtype, device=lengths.sequences.offsets.device).reciprocal()
+        weight = sequences.to_tokens(lengths.at_least_one.reciprocal() / below)
+        return weight if mask is None else torch.where(mask, weight, 0.0)
+    if not isinstance(below, Tensor):
+        below = torch.full((), below, dtype=dtype, device=sequences.offsets.device)
+    below = below.to(dtype)
+    return below.reciprocal().repeat(sequences.num_tokens) if mask is None else mask / below
 
 
 def denominator(c: Any, lengths: Lengths, normalizer: Tensor | None) -> Tensor | int:

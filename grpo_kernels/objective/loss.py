@@ -60,7 +60,7 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
         if c.beta != 0.0:
             value = value + c.beta * kl
             d_direct = c.beta * d_kl if d_direct is None else d_direct + c.beta * d_kl
-    dlogp, counted = None, tokens.dloss_direct != 0
+    dlogp, counted = None, tokens.dloss_direct.bool()
     if d_ratio is not None:
         if slope is not None and shares_ratio(c.importance_sampling_level):
             total = tokens.sequences.sum(weighted(tokens.dloss_direct, d_ratio, counted))
@@ -87,7 +87,7 @@ def clamp_ratio(c: Any, log_ratio: Tensor) -> Ratio:
 
 def weighted(weight: Tensor, slope: Tensor, counted: Tensor | None = None) -> Tensor:
     """Returns slope times a weight; 0 where that is 0, whatever the slope is. counted: weight != 0, where known."""
-    return torch.where(weight != 0 if counted is None else counted, weight * slope, 0.0)
+    return torch.where(weight.bool() if counted is None else counted, weight * slope, 0.0)
 
 
 def _own_log_ratio(tokens: Tokens, logp: Tensor) -> Tensor:

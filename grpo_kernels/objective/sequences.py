@@ -45,16 +45,11 @@ class Sequences:
             return x.view(self.count, self.row_length, *x.shape[1:]).sum(1)
         return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, unsafe=True)
 
-    def spread(self, x: Tensor) -> Tensor:
-        """Lets every token have the number of its sequence: (S,) to (S, 1), or packed to (N,)."""
-        if self.row_length is not None:
-            return x[:, None]
-        return x.repeat_interleave(self.offsets.diff(), output_size=self.num_tokens)
-
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Gives every token the number of its sequence: (S,) to (N,)."""
-        x = self.spread(x)
-        return x if self.row_length is None else x.expand(-1, self.row_length).reshape(-1)
+        """Gives every token the number of its sequence: (S,) to (N,), contiguous."""
+        if self.row_length is None:
+            return x.repeat_interleave(self.offsets.diff(), output_size=self.num_tokens)
+        return x[:, None].expand(-1, self.row_length).reshape(-1).contiguous()  # of one sequence it is a view
 
     def part(self, chosen: slice) -> Sequences:
         """Returns neighbours of a padded batch by themselves."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .aggregation import Lengths, denominator, weight_of_sequences
+from .aggregation import Lengths, denominator, weight_of_tokens
 from .sequences import Sequences, shares_ratio
 from .surrogates import SURROGATE_RULES
 
@@ -56,7 +56,8 @@ class Rules(NamedTuple):
 
 @dataclass(slots=True)
 class Tokens:
-    """The tokens of a batch, (N,) each in the type of the loss; padding holds neutral values.
+    """The tokens of a batch, (N,) each in the type of the loss. Padding has no weight, id 0 and temperature 1; in
+    the other fields it may hold anything, NaN too.
 
     scored: bool, logps, entropy and metrics are wanted. has_gradient: bool, may have one: one that is not has a
     gradient of exactly 0. None in either: all tokens.
@@ -122,57 +123,56 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         shaped = shaped.contiguous() != 0
     mask = None if shaped is None else shaped.view(-1)
 
-    def fill(x: Tensor, other: float) -> Tensor:
-        """(N,) in `dtype`; padding, whatever it holds, becomes `other`."""
+    def flat(x: Tensor) -> Tensor:
+        """(N,) in `dtype`, whatever padding holds: a token without weight has no gradient, and no measure reads it."""
         if x.dtype != dtype:
             x = x.to(dtype)
-        if x.dim() > 0 and x.shape != shape:
-            x = sequences.spread(x.reshape(-1)) if is_per_sequence(x, shape, sequences.count) else x.reshape(shape)
-        if shaped is None:
-            return x.expand(shape).reshape(-1).contiguous()
-        return torch.where(shaped, x, other).view(-1)
+        if x.shape != shape:
+            if is_per_sequence(x, shape, sequences.count):
+                return sequences.to_tokens(x.reshape(-1))
+            x = x.expand(shape) if x.dim() == 0 else x
+        return x.reshape(-1).contiguous()
+
+    def without_padding(x: Tensor, other: float = 0.0) -> Tensor:
+        return x if mask is None else torch.where(mask, x, other)
 
     lengths = Lengths(sequences, mask, dtype)
-    weight = weight_of_sequences(config, lengths, inputs.normalizer)
-    weight = fill(weight if weight.dim() == 0 else sequences.spread(weight), 0.0)
+    weight = weight_of_tokens(config, lengths, inputs.normalizer)
     if rules.has_entropy:
         dentropy = _entropy_weight(inputs, config, lengths, weight, mask)
     else:
         dentropy = torch.zeros_like(weight)
 
-    advantage = fill(inputs.advantages, 0.0)
-    old = None if inputs.old_logps is None else fill(inputs.old_logps, 0.0)
-    rollout = None if inputs.rollout_logps is None else fill(inputs.rollout_logps, torch.nan)
-    rollout_weight = None if inputs.rollout_weights is None else fill(inputs.rollout_weights, 1.0)
+    advantage = flat(inputs.advantages)
+    old = None if inputs.old_logps is None else flat(inputs.old_logps)
+    rollout = None if inputs.rollout_logps is None else flat(inputs.rollout_logps)
+    rollout_weight = None if inputs.rollout_weights is None else flat(inputs.rollout_weights)
     scale = None if config.surrogate == "vespo" else rollout_weight  # VESPO's own weight takes its place
     if SURROGATE_RULES[config.surrogate].divides_by_rollout and rollout is not None:
         # Where the sampling engine's is unknown: the old policy's, else a ratio of 1 and no surrogate.
         unknown = rollout.isnan()
         if old is None:
             scale = torch.where(unknown, 0.0, 1.0 if scale is None else scale).to(dtype)
-            scale = scale if mask is None else torch.where(mask, scale, 1.0)
         old = torch.where(unknown, torch.inf if old is None else old, rollout)
-        if mask is not None:
-            old = torch.where(mask, old, 0.0)
 
     via_ratio, level = weight, config.importance_sampling_level
     if shares_ratio(level) and not rules.whole_sequences:
         # On-policy, the ratio of the sequence is 1 and its chain rule is known before any logit is.
         total = sequences.sum(weight)
         total = total if level == "sequence_sum" else total / lengths.at_least_one
-        via_ratio = fill(sequences.spread(total), 0.0)
+        via_ratio = without_padding(sequences.to_tokens(total))
     active = mask
     if not rules.all_have_gradient:
-        active = advantage != 0 if not config.pushes_without_advantage else torch.ones_like(advantage, dtype=torch.bool)
+        active = torch.ones_like(advantage, dtype=torch.bool) if config.pushes_without_advantage else advantage.bool()
         if scale is not None:
-            active = active & (scale != 0)
+            active = active & scale.bool()
         if mask is not None:
             active = active & mask
         if rules.whole_sequences or shares_ratio(level):
             active = sequences.to_tokens(sequences.sum(active.to(dtype)) > 0)
             active = active if mask is None else active & mask
     if inputs.token_weights is not None:
-        factor = fill(inputs.token_weights, 0.0)
+        factor = flat(inputs.token_weights)
         shared = via_ratio is weight
         weight = torch.where(weight != 0, weight * factor, 0.0)
         via_ratio = weight if shared else torch.where(via_ratio != 0, via_ratio * factor, 0.0)
@@ -180,14 +180,15 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
     if temperature is None:
         temperature = torch.full((count,), float(config.temperature), dtype=dtype, device=device)
     else:
-        temperature = fill(temperature, 1.0)
-    flat = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
+        temperature = without_padding(flat(temperature), 1.0)
+    sampled = ids.reshape(-1).long()
     return Tokens(
-        config, rules, sequences, lengths, flat.long().contiguous(),
+        config, rules, sequences, lengths,
+        sampled.contiguous() if mask is None else torch.where(mask, sampled, 0),
         scored=mask if config.score_inactive else active, has_gradient=active, temperature=temperature,
         advantage=advantage,
         dloss_direct=weight, dloss_via_ratio=via_ratio, dloss_dentropy=dentropy, old=old,
-        ref=fill(inputs.ref_logps, 0.0) if inputs.ref_logps is not None and rules.has_kl else None,
+        ref=flat(inputs.ref_logps) if inputs.ref_logps is not None and rules.has_kl else None,
         rollout=rollout, rollout_weight=rollout_weight, surrogate_scale=scale,
         entropy_threshold=config.entropy_threshold if inputs.entropy_threshold is None else inputs.entropy_threshold,
     )  # fmt: skip

@@ -32,9 +32,9 @@ def row_arguments(
     """Returns the fields of gk::RowArgs."""
     logits, rows, ids, temperature, stats, transform, bias, _ = chunk
     dlogits, rounding_error = out or (None, None)
-    # Gradients that autograd expanded from one number have a stride of 0.
-    gradients = (x if x is None else x.contiguous() for x in (dlogp, dentropy))
+    if dlogp is not None and dentropy is not None:  # one that autograd expanded from one number has a stride of 0
+        dlogp, dentropy = dlogp.contiguous(), dentropy.contiguous()
     return (
-        *matrix(logits), *logits.shape, bias, ids, rows.start, rows.index, temperature, *stats, *gradients,
+        *matrix(logits), *logits.shape, bias, ids, rows.start, rows.index, temperature, *stats, dlogp, dentropy,
         *matrix(dlogits), rounding_error, *transform,
     )  # fmt: skip
