@@ -31,17 +31,14 @@ class RowLaunch(NamedTuple):
 
 
 class MatmulLaunch(NamedTuple):
-    """A program computes tiles of `block_m` tokens x `block_v` vocabulary entries, `block_h` hidden dimensions a step.
-
-    `tma`: tiles are fetched through tensor descriptors where strides and alignment allow it.
-    """
+    """A program computes tiles of `block_m` tokens x `block_v` vocabulary entries, `block_h` hidden dimensions each
+    step."""
 
     block_m: int
     block_v: int
     block_h: int
     num_warps: int
     num_stages: int
-    tma: bool
 
 
 class TokenLaunch(NamedTuple):

@@ -34,6 +34,22 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def fits_tma(x: Tensor) -> bool:
+    """Returns whether Hopper's tensor memory accelerator can fetch tiles of a matrix of 16-bit numbers as it lies."""
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+    return x.dtype.itemsize == 2 and x.stride(1) == 1 and aligned and x.stride(0) >= x.shape[1]
+
+
+def rows_for_tma(x: Tensor) -> Tensor:
+    """Returns the matrix, whose width 8 divides, or a copy that fits_tma."""
+    return x if fits_tma(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def multiplies_by_tma(hidden: Tensor, weight: Tensor) -> bool:
+    """Returns whether products of hidden (..., H) and weight (V, H) can take their tiles so."""
+    return hidden.dtype == weight.dtype and fits_tma(weight) and weight.shape[1] % 8 == 0
+
+
 @dataclass(init=False)  # not frozen, which takes twice as long to make: a call makes several
 class Rows:
     """A chunk of tokens: `index` (C,) int64 into the batch, or None for the range [start, stop)."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..launch import architecture, paying_products, shipped_table
-from ..operations import Backend
+from ..operations import Backend, multiplies_by_tma
 from ..torch.backend import TORCH
 from . import exponentials, fused_products, kept, objective, rows, scale, sparse, teacher
 
@@ -53,7 +53,7 @@ def unavailable_reason(device: torch.device) -> str:
 
 def paying_here(hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
     """Returns which fused products, "logp" and "exponentials", serve this lm_head (V, H) and pay on its GPU."""
-    if weight.dtype.itemsize != 2 or weight.stride(-1) != 1:  # float32 products are the vendor's
+    if not multiplies_by_tma(hidden, weight):  # float32 products are the vendor's
         return ()
     is_bfloat16 = weight.dtype == torch.bfloat16  # float16 cannot hold e^(z - z_id)
     return tuple(x for x in paying_products(weight.device) if x == "logp" or is_bfloat16)
