@@ -31,7 +31,7 @@ from grpo_kernels.kernels.operations import (
     TokenMask,
     chunk_row_stride,
 )
-from grpo_kernels.kernels.triton.backend import load
+from grpo_kernels.kernels.triton.backend import TRITON as BACKEND
 from grpo_kernels.names import DIVERGENCES
 from grpo_kernels.objective.aggregation import Lengths
 from grpo_kernels.objective.sequences import Sequences
@@ -42,7 +42,6 @@ SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the v
 SINGLE, HALF, INDEX = torch.float32, torch.bfloat16, torch.int64
 PLAIN, CAPPED = LogitTransform(), LogitTransform(softcap=30.0)
 CPU = torch.device("cpu")
-BACKEND = load()
 
 
 def vector(rows: int, dtype: torch.dtype = SINGLE) -> Tensor:
