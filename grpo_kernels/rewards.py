@@ -202,17 +202,6 @@ def _(rewards, group_index, num_groups, *_):  # type: ignore[no-untyped-def]
     return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
 
 
-def _statistics_of_rows(
-    rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the same of rewards and weights (num_groups, size), a group in each row, NaN where a row has fewer."""
-    if rewards.dtype != torch.float64:
-        return _statistics_in_float64(rewards, weights, scale, baseline, ddof, eps)
-    unit = _unit(rewards, (0, 1) if scale == "batch" else (1,))
-    found, mean, std = _statistics_in_float64(rewards / unit, weights, scale, baseline, ddof, eps / unit)
-    return found * unit if scale == "none" else found, mean * unit.view(-1), std * unit.view(-1)
-
-
 def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Returns the largest power of two within the largest |x| along `dims`, which are kept; 1 for 0. In units of it
     squares neither overflow nor vanish, and quotients by it are exact. x is float64; NaN is left out."""
@@ -221,19 +210,23 @@ def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.where(unit > 0, unit, 1.0)
 
 
-def _statistics_in_float64(
-    rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float | Tensor
+def _statistics_of_rows(
+    rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `_statistics_of_rows` of rewards whose squares float64 holds."""
+    """Returns the same of rewards and weights (num_groups, size), a group in each row, NaN where a row has fewer."""
 
     def std_of(centred: Tensor, count: Tensor, dim: tuple[int, ...]) -> Tensor:
         return (centred.square().nansum(dim, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
 
     valid = rewards == rewards  # not NaN
-    r = rewards.double()
+    r, is_wide = rewards.double(), rewards.dtype == torch.float64
+    unit: Tensor | float = 1.0  # of float32 rewards float64 holds the squares
+    if is_wide:
+        unit = _unit(rewards, (0, 1) if scale == "batch" else (1,))
+        r = r / unit
     count = valid.sum(1, keepdim=True, dtype=torch.float64)
     mean = r.nansum(1, keepdim=True) / count  # NaN for a group without a verdict
-    if rewards.dtype == torch.float64:  # the rounded mean of equal rewards need not equal them; of float32 it does
+    if is_wide:  # the rounded mean of equal rewards need not equal them; of float32 it does
         low = torch.where(valid, r, torch.inf).amin(1, keepdim=True)
         mean = torch.where(((r == low) | ~valid).all(1, keepdim=True), low, mean)
     centred = r - mean
@@ -254,12 +247,14 @@ def _statistics_in_float64(
     else:
         advantages = r
     if scale == "group":
-        advantages = advantages / (std + eps)
+        advantages = advantages / (std + eps / unit)
     elif scale == "mean":
         advantages = torch.where(mean > 0, advantages / mean, 0.0)
     elif scale == "batch":
         number = count.sum()
-        advantages = advantages / (std_of(r - r.nansum() / number, number, (0, 1)) + eps)
+        advantages = advantages / (std_of(r - r.nansum() / number, number, (0, 1)) + eps / unit)
+    if is_wide:
+        mean, std, advantages = mean * unit, std * unit, advantages * unit if scale == "none" else advantages
     advantages = torch.where(valid, advantages, 0.0)
     return advantages.to(rewards.dtype), mean.flatten().to(rewards.dtype), std.flatten().to(rewards.dtype)
 

@@ -138,9 +138,7 @@ static void store_row(const float* sum, int64_t width, void* to, bool add) {
 }
 
 static void store_row(const float* sum, int64_t width, int32_t dtype, void* to, bool add) {
-    (dtype == kFloat32    ? store_row<Float32>
-     : dtype == kBfloat16 ? store_row<BFloat16>
-                          : store_row<Float16>)(sum, width, to, add);
+    with_type(dtype, [&](auto type) { store_row<decltype(type)>(sum, width, to, add); });
 }
 
 static char* row_of(const KeptTarget& target, int64_t row) {
@@ -263,15 +261,11 @@ static void dweight_rows(const KeptPairs& pairs, const PairsById& by_id, const K
     if (streams) finish_streams();
 }
 
-template <class Type>
-static KeptKernels kernels_of() {
-    return {logits_rows<Type>, dhidden_rows<Type>, dweight_rows<Type>};
-}
-
 KeptKernels kept_kernels(int32_t dtype) {
-    return dtype == kFloat32    ? kernels_of<Float32>()
-           : dtype == kBfloat16 ? kernels_of<BFloat16>()
-                                : kernels_of<Float16>();
+    return with_type(dtype, [](auto type) -> KeptKernels {
+        using Type = decltype(type);
+        return {logits_rows<Type>, dhidden_rows<Type>, dweight_rows<Type>};
+    });
 }
 
 }  // namespace GK_ISA

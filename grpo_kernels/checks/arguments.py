@@ -273,15 +273,10 @@ def checks_values(device: torch.device) -> bool:
 
 def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: Tensor | None) -> None:
     """Checks that ids lie in [0, V) at unmasked positions, and cu_seqlens."""
-    if not checks_values(ids.device):
-        return
-    if ids.numel():
-        least, most = ids.aminmax()
-        if not 0 <= least.item() <= most.item() < vocab_size:
-            wrong, mask = (ids < 0) | (ids >= vocab_size), None if mask is None else mask.bool()
-            expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
-            _name_first("completion_ids", ids, wrong, expected, mask)
-    check_offsets(cu_seqlens, ids.numel())
+    if checks_values(ids.device):
+        expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
+        check_numbers("completion_ids", ids, mask, low=0, high=vocab_size - 1, expected=expected)
+        check_offsets(cu_seqlens, ids.numel())
 
 
 def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -> None:
@@ -307,13 +302,13 @@ def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -
         )
 
 
-def check_range(name: str, x: Tensor, end: int | None = None, what: str = "", *, least: int = 0) -> None:
-    """Checks that integers are at least `least`, and below `end`, which is the size of `what`."""
-    low, high = (int(bound) for bound in x.aminmax()) if x.numel() else (least, least)
+def check_range(name: str, x: Tensor, end: int | None = None, what: str = "") -> None:
+    """Checks that integers are at least 0, and below `end`, which is the size of `what`."""
+    low, high = (int(bound) for bound in x.aminmax()) if x.numel() else (0, -1)
     noun = name.rpartition(".")[2]
-    if low < least:
-        raise ValueError(f"{name} holds {low}; expected {noun} >= {least}")
-    if end is not None and x.numel() and high >= end:
+    if low < 0:
+        raise ValueError(f"{name} holds {low}; expected {noun} >= 0")
+    if end is not None and high >= end:
         raise ValueError(f"{name} holds {high}; expected {noun} < {end}, {what}")
 
 
@@ -331,12 +326,11 @@ def check_token_values(inputs: TokenInputs) -> None:
         return
     if inputs.cu_seqlens is not None:
         _refuse_two_meanings(inputs, inputs.cu_seqlens)
-    mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
     for name, low, high, expected in _RANGES:
         x = getattr(inputs, name)
         if x is not None:
-            check_numbers(name, x, mask, inputs.cu_seqlens, low=low, high=high, expected=expected)
-    check_temperature(inputs.temperature, mask)
+            check_numbers(name, x, inputs.completion_mask, inputs.cu_seqlens, low=low, high=high, expected=expected)
+    check_temperature(inputs.temperature, inputs.completion_mask)
     positive = SMALLEST, "a positive finite number, in float32"
     for name, x, (low, expected) in (
         ("num_items_in_batch or normalizer", inputs.normalizer, positive),
@@ -392,6 +386,7 @@ def _name_first(
     name: str, x: Tensor, wrong: Tensor, expected: str, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> None:
     """Raises with the first position of `wrong` that the mask leaves, if there is one."""
+    mask = None if mask is None else mask.bool()
     if mask is not None and x.shape == mask.shape:
         wrong = wrong & mask
     elif mask is not None and x.dim() > 0:  # one value per sequence, which counts if a token of it does
