@@ -56,7 +56,7 @@ def kernels(request, monkeypatch):
         from grpo_kernels.kernels.launch import RowLaunch
         from grpo_kernels.kernels.triton import rows
 
-        def blocks(kernel, device, vocab, dtype):
+        def blocks(device, vocab, dtype):
             return RowLaunch(32, max(64, 1 << (vocab // 8).bit_length()), 1)
 
         monkeypatch.setattr(rows, "row_launch", blocks)
