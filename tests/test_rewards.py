@@ -6,9 +6,12 @@ test_pitfall_NN_...: by the number in the list of what goes wrong in GRPO traine
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import re
+import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -35,6 +38,7 @@ def acts(completions, log_extra, data=None, **_):
         if word == "match":
             re.match("(a+)+$", "a" * 60 + "b")
         if word == "sleep":
+            open(os.environ.get("ASLEEP", os.devnull), "w").close()
             time.sleep(1000)
         if word == "leave":
             os._exit(3)
@@ -344,6 +348,46 @@ def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(hanging, make, mo
     assert batch.total.isnan().sum() == len(batch.failures) == hanging
     assert len(calls) == 1 + (8 if hanging == 64 else 64)
     assert (hanging < 64 and batch.fatal is None) or "timed out" in batch.fatal.message
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def state_of(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
+OWNER = f"""
+import pickle, sys
+sys.path[:0] = [{str(Path(module.__file__).parent)!r}, sys.argv[1]]
+from worker import Worker
+worker = Worker("own_rewards:acts", 100)
+worker.call(pickle.dumps({{"completions": ["a"]}}))
+print(worker.process.pid, flush=True)
+worker.call(pickle.dumps({{"completions": ["sleep"]}}))
+"""
+
+
+def test_pitfall_12_a_worker_ends_with_the_trainer(own_module, tmp_path):
+    """SIGKILL in the middle of a call that would not end for 1000 seconds."""
+    command, asleep = [sys.executable, "-c", OWNER, own_module], tmp_path / "asleep"
+    environment = os.environ | {"ASLEEP": str(asleep)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:
+        pid = int(owner.stdout.readline())
+        wait_until(asleep.exists)
+        owner.kill()
+    try:
+        wait_until(lambda: state_of(pid) in ("gone", "Z"))
+    finally:
+        if state_of(pid) != "gone":
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("patient")

@@ -22,6 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from ctypes import CDLL
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -113,6 +114,8 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
 
 def serve(trainer: Connection) -> None:
     """Answers each call, in the process, until the trainer closes the connection or ends."""
+    if sys.platform == "linux":
+        CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: in the middle of a call as well
 
     def send(result: Result) -> None:
         try:
