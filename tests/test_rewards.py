@@ -74,7 +74,7 @@ def odd(completions, log_metric, log_extra, **_):
 def wrong(completions, kind, **_):
     import numpy
     return {"dict": {}, "str": "a", "none": [], "array": numpy.array(1.0), "text": ["1"], "bytes": [b"1"],
-            "object": [object()], "long": [10**400], "no step": [[]], "steps": [["2"]]}[kind[0]]
+            "object": [object()], "long": [10**400], "longer": [10**5000], "no step": [[]], "steps": [["2"]]}[kind[0]]
 
 value = 3
 """
@@ -163,6 +163,11 @@ def test_rewards_of_steps():
         score([returns([1, 2]), returns([1], name="b")], ["a"])
 
 
+@pytest.mark.parametrize("values", [(1.0, 2), map(float, "12"), {1: 1, 2: 2}.values(), torch.tensor([[1.0], [2.0]])])
+def test_a_function_may_return_any_list(values):
+    assert_total(score([lambda completions, **_: values], ["a", "b"]), [1.0, 2.0])
+
+
 # ---- here and in a process ------------------------------------------------------------------------------------------
 
 in_both = pytest.mark.parametrize("timeout", [None, 20.0])
@@ -191,6 +196,15 @@ def test_a_function_of_a_file(timeout, make, tmp_path, monkeypatch):
     assert_total(score(rewards, ["a"]), [2.0])
 
 
+def test_a_file_that_was_mended_is_read_again(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("no_such_name")
+    with pytest.raises(ValueError, match="NameError"):
+        Rewards([f"{path}:f"])
+    path.write_text("def f(completions, **_): return [1.0]")
+    assert_total(score([f"{path}:f"], ["a"]), [1.0])
+
+
 def test_a_process_gives_the_bits_that_a_call_here_gives(make):
     here, there = (score(make("own_rewards:odd", timeout=timeout), ["a"] * 7) for timeout in (None, 20.0))
     assert_total(there, here.total.tolist())
@@ -210,6 +224,7 @@ def test_results_of_the_wrong_length_or_type_are_named(timeout, make):
         "bytes": f".*1.* {number}", "object": f".*object object at .* {number}", "long": f".* {number}",
         "steps": rf"\['2'\] {number}",
         "no step": rf"\[\] {number}",
+        **({} if timeout else {"longer": f"a int that cannot be shown {number}"}),
     }.items():  # fmt: skip
         with pytest.raises(RunError, match=f"reward 'wrong' returned {text}") as caught:
             score(rewards, ["a"], kind=[kind])

@@ -131,7 +131,7 @@ class Function:
             numbers = [float(number) for number in numbers]
         except (TypeError, ValueError, OverflowError):
             expected = "a number, None, or a number for each of its steps"
-            raise self.returned(f"{item!r:.80} for a completion", expected) from None
+            raise self.returned(f"{_shown(item)} for a completion", expected) from None
         if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
             return Value(NAN, error=(f"reward {self.name!r} returned {item!r:.80}",) * 2)
         return Value(sum(numbers), numbers if has_steps else None)
@@ -260,6 +260,13 @@ class Rewards:
                 steps = value.steps or [0.0] * (len(found) - 1) + [value.number]
                 found = [total + weight * reward for total, reward in zip(found, steps, strict=True)]
         return found
+
+
+def _shown(item: Any) -> str:
+    try:
+        return f"{item!r:.80}"
+    except Exception:  # of an int of 5,000 digits, say
+        return f"a {type(item).__name__} that cannot be shown"
 
 
 def _log(results: list[Result], count: int, batch: RewardBatch) -> None:

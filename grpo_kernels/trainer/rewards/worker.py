@@ -82,7 +82,11 @@ def from_file(path: Path) -> Any:
         assert spec is not None and spec.loader is not None  # of a name that ends with .py
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # where a dataclass of the file looks for it
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:  # a notebook calls again with a file that was mended
+            del sys.modules[name]
+            raise
     return sys.modules[name]
 
 
@@ -100,10 +104,12 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
         value = function(**arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0:
+        # An array of one number has __iter__, which raises.
+        if hasattr(value, "__iter__") and not isinstance(value, (str, bytes, dict)) and getattr(value, "ndim", 1) > 0:
+            items = list(value)
             # Arrays of numpy or torch. Those of (B, 1), as reward models give them, are a number each, not a step each.
-            one_each = all(math.prod(x.shape) == 1 for x in value if hasattr(x, "shape"))
-            value = [(x.item() if one_each else x.tolist()) if hasattr(x, "shape") else x for x in value]
+            one_each = all(math.prod(x.shape) == 1 for x in items if hasattr(x, "shape"))
+            value = [(x.item() if one_each else x.tolist()) if hasattr(x, "shape") else x for x in items]
     except (Exception, SystemExit) as error:
         return failed(f"{type(error).__name__}: {error}")
     return Result(value, metrics, extra)
