@@ -51,6 +51,8 @@ def acts(completions, log_extra, data=None, **_):
             time.sleep(1000)
         if word == "key":
             log_extra("key", [{(1, 2): 3}] * len(completions))
+        if word == "deep":
+            log_extra("deep", [eval("[" * 99 + "]" * 99)] * len(completions))
     return [1.0] * len(completions)
 
 def only_answers(completions, answer):
@@ -241,6 +243,18 @@ def test_what_json_lacks_costs_the_completion_alone(make):
     batch = score(make("own_rewards:acts", timeout=20.0), ["a", "key"])
     assert_total(batch, [1.0, NAN])
     assert "its answer cannot be JSON" in batch.failures[0].message
+
+
+@in_both
+def test_log_extra_takes_a_hundred_levels(timeout, make):
+    rewards = make("own_rewards:acts", timeout=timeout)
+    assert len(score(rewards, ["a", "deep"]).extra["deep"]) == 2
+    with pytest.raises(
+        RunError, match=r"^log_extra\('nested'\) got 1 values; expected 1, of at most 100 levels of lists"
+    ):
+        score(
+            [lambda completions, log_extra, **_: log_extra("nested", [eval("[" * 101 + "1" + "]" * 101)]) or [1]], "a"
+        )
 
 
 # ---- what comes from a process is data ------------------------------------------------------------------------------

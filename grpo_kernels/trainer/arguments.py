@@ -21,7 +21,7 @@ from .. import __version__
 from ..config import GRPOConfig, available_presets
 from ..names import ADVANTAGE_SCALES
 from . import demo, missing_packages
-from .data import check_path, is_one_split
+from .data import check_source, is_one_split
 from .tasks import ARITHMETIC
 
 # Types of options say what is expected of their values, where the loss does not check it.
@@ -263,15 +263,15 @@ class TrainArguments:
         """Raise TypeError or ValueError for options that `check_values` refuses, contradict each other or have no
         effect, by name."""
         self.check_values()
-        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
-            if (path := getattr(self, name)) is not None:
-                check_path(name, path)
         for wrong, sentence in (*self._contradictions(num_processes), *self._without_effect(num_processes)):
             if wrong:
                 raise ValueError(sentence)
         for option, package in (("use_peft", "peft"), ("use_vllm", "vllm")):
             if getattr(self, option) and (missing := missing_packages({package: package})):
                 raise ValueError(f"{option} {missing}")
+        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
+            if (source := getattr(self, name)) is not None:
+                check_source(name, source, "dataset" if "dataset" in name else "model")
 
     def _contradictions(self, num_processes: int) -> Iterator[tuple[bool, str]]:
         """(whether it is so, what is wrong) of options that are right one by one."""

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from . import RunError
 from .arguments import TrainArguments
 from .checkpoint import CONFIG, RUN
-from .data import Prompt, from_json, is_one_split
+from .data import Prompt, check_source, from_json, is_one_split
 from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
@@ -26,6 +26,7 @@ from .rewards.scoring import BUILT_IN
 from .rollout import Sampler, keeps_cache
 from .run import load_data, make_rewards
 from .sampling import eos_ids
+from .tasks import ARITHMETIC
 
 EXAMPLES = 3
 ACCURACIES = ("pass_at_1", "pass_at_k", "greedy")  # known where a reward says what is correct
@@ -213,6 +214,8 @@ def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     """Returns sampler, held-out prompts and rewards."""
+    check_source("model_name_or_path", model)
+    check_source("dataset_name", a.held_out_name or ARITHMETIC, "dataset")
     tokenizer, lm = load_tokenizer(model, a), load_frozen(model, a)
     lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
     held_out = load_data(a, tokenizer, lm, held_out=True)

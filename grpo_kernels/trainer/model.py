@@ -24,7 +24,7 @@ from ..output import GRPOLossOutput
 from ..teacher import Teacher
 from . import missing_packages
 from .arguments import TrainArguments
-from .data import check_path
+from .data import check_source
 from .sampling import decoding_error, generate
 from .vllm import check_adapter
 
@@ -102,7 +102,6 @@ def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> A
 
 
 def _load_tokenizer(path: str, a: TrainArguments, *, name: str) -> Any:
-    check_path(name, path)
     bare = Path(path, "adapter_config.json").exists() and not Path(path, "tokenizer_config.json").exists()
     source = base_of(path, name=name) if bare else path
     return _from_pretrained(AutoTokenizer, path, source, name=name, trust_remote_code=a.trust_remote_code)
@@ -120,7 +119,7 @@ def base_of(path: str, *, name: str = "model_name_or_path") -> str | None:
     from peft import PeftConfig
 
     base = str(_from_pretrained(PeftConfig, path, path, name=name).base_model_name_or_path)
-    check_path(f"{name}={path}: base_model_name_or_path", base)
+    check_source(f"{name}={path}: base_model_name_or_path", base)
     return str(Path(base).resolve()) if Path(base).exists() else base
 
 

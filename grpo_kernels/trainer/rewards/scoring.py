@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import RunError
+from ..data import MOST_LEVELS, is_flat
 from . import answers
 from .answers import TAGS
 from .worker import Result, Worker, call, find
@@ -277,6 +278,7 @@ def _log(results: list[Result], count: int, batch: RewardBatch) -> None:
     nothing = [None] * (count // len(results))
     for column in dict.fromkeys(column for result in results for column in result.extra):
         values = [value for result in results for value in result.extra.get(column, nothing)]
-        if len(values) != count:
-            raise RunError(f"log_extra({column!r}) got {len(values)} values, expected {count}")
+        if len(values) != count or not is_flat(values):
+            expected = f"{count}, of at most {MOST_LEVELS} levels of lists and objects"
+            raise RunError(f"log_extra({column!r}) got {len(values)} values; expected {expected}")
         batch.extra[column] = values
