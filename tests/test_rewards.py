@@ -20,11 +20,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_models import TEMPLATE, tiny_chat
+from transformers import AutoTokenizer
 
 from grpo_kernels.trainer import RunError
+from grpo_kernels.trainer.data import load_prompts
 from grpo_kernels.trainer.rewards import Rewards
 from grpo_kernels.trainer.rewards import worker as module
-from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number
+from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number, reply
 
 NAN = float("nan")
 OWN = """
@@ -312,6 +315,12 @@ def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, make, tmp_path)
     (dict(specs=["format"], weights=[NAN]), "expected one finite number"),
     (dict(specs=["format"], timeout=0), "reward timeout is 0, expected seconds above 0"),
     (dict(specs=["format", "format"]), "two reward functions have the same name"),
+    (dict(specs=["gsm8k=3"]), "reward 'gsm8k=3': expected gsm8k"),
+    (dict(specs=["pattern"]), "reward 'pattern': expected pattern=VALUE"),
+    (dict(specs=["pattern=("]), "reward 'pattern=(': it is no regular expression: missing )"),
+    (dict(specs=["soft_overlong="]), "reward 'soft_overlong=': expected soft_overlong=VALUE"),
+    (dict(specs=["soft_overlong=9"], max_length=8), "expected a number of tokens, 1 to max_completion_length=8"),
+    (dict(specs=["soft_overlong=x"], max_length=8), "expected a number of tokens"),
 ])  # fmt: skip
 def test_bad_arguments(given, text):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
@@ -500,11 +509,45 @@ def test_exact_answer():
         Rewards(["arithmetic"]).check({"prompt": ["1"]})
 
 
-@pytest.mark.parametrize("text", ["1</think> <answer>2</answer>", "<think>\n1</think><answer>2</answer>\n"])
-def test_the_first_tag_may_be_the_end_of_the_prompt(text):
-    """As chat templates of thinking models write it."""
-    messages = [[{"role": "assistant", "content": text}]]
-    assert score(["format"], [text]).total.tolist() == score(["format"], messages).total.tolist() == [1.0]
+THINKS = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
+USER = [{"role": "user", "content": "begin with <think>"}]
+BEGUN = [*USER, {"role": "assistant", "content": "<think>\n"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_chat(tmp_path_factory.mktemp("chat")))
+
+
+@pytest.mark.parametrize(("template", "prompt", "begins"), [
+    (TEMPLATE, USER, False), (TEMPLATE, BEGUN, True), (TEMPLATE, "2? <think>\n", True), (TEMPLATE, "<think> 2?", False),
+    (THINKS, USER, True), (THINKS, BEGUN, True), (THINKS, "2?", False),
+])  # fmt: skip
+def test_format_counts_the_tag_that_a_prompt_ends_with(template, prompt, begins, tokenizer):
+    """By the chat template, in a message of the assistant that is continued, or in a text; and no other one."""
+    tokenizer.chat_template = template
+    rewards, prompts = Rewards(["format"]), load_prompts([{"prompt": prompt}], tokenizer=tokenizer)
+    rewards.check_form(tokenizer, prompts)
+    completions = [reply(prompt, f"{tag}1</think> <answer>2</answer>\n") for tag in ("<think>\n", "")]
+    given = dict(prompts=[prompt] * 2, completions=completions, completion_ids=[[1]] * 2, columns={}, step=0)
+    assert rewards.score(**given).total.tolist() == [1.0 - begins, float(begins)]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_pattern_takes_the_whole_completion_and_is_killed_where_it_hangs(make):
+    found = score(make("pattern=(a+)+.", timeout=0.3), ["a\n", " ab\n", "aab c", "a" * 60 + "bc"])
+    assert_total(found, [0.0, 1.0, 0.0, NAN])
+    assert_total(score(make("pattern=1.*2"), ["1\n2", "12", "0 1 2"]), [1.0, 1.0, 0.0])
+
+
+def test_soft_overlong_is_dapos_penalty():
+    rewards = Rewards(["soft_overlong=4"], [0.5], max_length=10)
+    ids = [[1] * length for length in (1, 6, 7, 8, 10, 12)]
+    given = dict(prompts=["p"] * 6, completions=["a"] * 6, completion_ids=ids, columns={}, step=0)
+    assert rewards.score(**given).total.tolist() == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5] and rewards.names == [
+        "soft_overlong"
+    ]
+    rewards.check({"prompt": ["p"]})
 
 
 @pytest.mark.parametrize("text", [
@@ -541,5 +584,5 @@ def test_format_needs_tags_that_the_tokenizer_writes():
             return "" if ids == ["</think>"] else ids[0]
 
     with pytest.raises(ValueError, match=r"'format' would be 0 for every completion: .* has </think>, for which"):
-        Rewards(["format"]).check_tags(Silent())
-    Rewards(["arithmetic"]).check_tags(Silent())
+        Rewards(["format"]).check_form(Silent(), [])
+    Rewards(["arithmetic"]).check_form(Silent(), [])

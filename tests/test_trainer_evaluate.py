@@ -130,7 +130,7 @@ def test_nothing_that_a_folder_names_is_executed(model, data, tmp_path, monkeypa
     }
     Path("made").unlink()
     sys.modules.pop(str(tmp_path / "mine.py"))
-    own, built_in = ["--reward-funcs", "mine.py:f"], {"reward_funcs": ["arithmetic"]}
+    own, built_in = ["--reward-funcs", "mine.py:f"], {"reward_funcs": ["arithmetic", "soft_overlong=2"]}
     for changes, words, message in (
         ({}, [], ".json names reward functions that are code: 'mine.py:f'; to run it, expected --reward-funcs with"),
         ({"reward_funcs": ["arithmetic", "mine:f"]}, [], "reward functions that are code: 'arithmetic', 'mine:f'"),

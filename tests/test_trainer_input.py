@@ -86,6 +86,7 @@ def refused(model, data, tmp_path, capfd):
     ({"ref_model_sync_steps": 4}, ["ref_model_sync_steps=4", "without beta"]),
     ({"reward_funcs": None}, ["reward_funcs is empty"]),
     ({"reward_funcs": "no_such_reward"}, ["no_such_reward", "exact_answer"]),
+    ({"reward_funcs": "soft_overlong=6"}, ["reward 'soft_overlong=6': ", "1 to max_completion_length=5"]),
     ({"model_name_or_path": "no/such/model"}, ["model_name_or_path=no/such/model: there is no such file or folder"]),
     ({"dataset_name": "no.csv"}, ["dataset_name=no.csv: there is no such file or folder"]),
     ({"prompt_column": "question"}, ["has no column \"question\"; found 'prompt', 'answer'"]),

@@ -214,16 +214,18 @@ def test_a_reward_that_changes_the_working_directory(model, data, tmp_path, monk
     """When it is imported, and when it is called: paths are those of the directory that the run was started in."""
     text = "import os\nos.chdir('/')\ndef ids(completion_ids, **_):\n    os.chdir('/tmp')\n"
     (tmp_path / "away.py").write_text(text + "    return [float(ids[0]) for ids in completion_ids]\n")
+    (tmp_path / "other.py").write_text("def zero(completions, **_):\n    return [0.0] * len(completions)\n")
     shutil.copytree(model, tmp_path / "model")
     shutil.copy(data, tmp_path / "data.jsonl")
     options = {"model": Path("model"), "data": Path("data.jsonl"), "save_steps": 1, "max_steps": 4,
-               "reward_funcs": "away.py:ids", "eval_dataset_name": "data.jsonl"}  # fmt: skip
+               "reward_funcs": ["away.py:ids", "other.py:zero"], "eval_dataset_name": "data.jsonl"}  # fmt: skip
     for name, further in (
         ("run", {"save_total_limit": 9}),
         ("resumed", {"resume_from_checkpoint": "run/checkpoint-2"}),
+        ("in processes", {"reward_timeout": 9.0, "max_steps": 1}),
     ):
         monkeypatch.chdir(tmp_path)
-        assert run(output=Path(name), **options, **further) == 0
+        assert run(output=Path(name), **options | further) == 0
         monkeypatch.chdir(tmp_path)
         assert (Path(name) / "report.html").exists() and (Path(name) / "model").is_dir()
         assert json.loads((Path(name) / "config.json").read_text())["output_dir"] == name  # as given

@@ -204,7 +204,7 @@ def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         raise type(error)(f"{path}: {error}") from None
     rewards = known.get("reward_funcs", [])
-    if options.reward_funcs is None and not BUILT_IN.keys() >= set(rewards):
+    if options.reward_funcs is None and not BUILT_IN.keys() >= {name.partition("=")[0] for name in rewards}:
         raise ValueError(
             f"{path} names reward functions that are code: {', '.join(map(repr, rewards))}; to run it, expected "
             "--reward-funcs with these names"
@@ -221,7 +221,7 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
         raise ValueError("there are no held-out prompts; expected --dataset-name")
-    rewards = make_rewards(a, [], held_out)
+    rewards = make_rewards(a, tokenizer, [], held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
     bar, ranks = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Ranks(use_cpu=a.use_cpu)

@@ -100,9 +100,7 @@ class Run:
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts)
-        self.rewards = make_rewards(a, self.prompts, self.held_out, given)
-        if self.rewards is not None:
-            self.rewards.check_tags(tokenizer)
+        self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
         vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None
@@ -325,16 +323,22 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
 
 
 def make_rewards(
-    a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
+    a: TrainArguments, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
 ) -> Rewards | None:
     """The reward functions, which find the columns that they read; None where options name none."""
     if not a.reward_funcs:
         return None
-    rewards = Rewards(list(given.rewards or a.reward_funcs), a.reward_weights, timeout=a.reward_timeout)
+    # path/file.py:function by an absolute path: the import of another one may change the working directory.
+    specs: list[Any] = [
+        os.path.abspath(spec) if isinstance(spec, str) and os.path.isfile(spec.rpartition(":")[0]) else spec
+        for spec in given.rewards or a.reward_funcs
+    ]
+    rewards = Rewards(specs, a.reward_weights, timeout=a.reward_timeout, max_length=a.max_completion_length)
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
         try:
             if part:
                 rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in part[0].columns})
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
+    rewards.check_form(tokenizer, [*prompts, *held_out])
     return rewards

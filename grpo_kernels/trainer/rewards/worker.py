@@ -90,6 +90,24 @@ def from_file(path: Path) -> Any:
     return sys.modules[name]
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """Returns "module:function"."""
+    kind: Any = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def importable_name(function: Callable[..., Any]) -> str:
+    """Returns the name by which another process can `find` a function; raises ValueError where there is none."""
+    name = name_of(function)
+    try:
+        importable = not name.startswith("__main__:") and find(name) is function
+    except ValueError:
+        importable = False
+    if not importable:
+        raise ValueError(f"reward_timeout with {name}, which no process can import; expected a function of a module")
+    return name
+
+
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
     """Calls it as TRL does, with `log_metric(name, value)` and `log_extra(column, values)`; awaits it if it is async. A
     function without **keywords gets those of `arguments` that it takes."""
