@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import resource
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -127,6 +131,31 @@ def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1 and not (tmp_path / "run" / "model").exists()
     assert run(model, data, tmp_path / "run", resume_from_checkpoint="auto", **options) == 0
     assert same_weights(whole, tmp_path / "run")
+
+
+def test_a_run_whose_terminal_closes_saves(model, data, tmp_path):
+    """To write to that terminal is an error from then on, and a progress bar is written to it all the time."""
+
+    def take_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which a run respects
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    words = training.arguments(model, data, tmp_path / "run", **HARD | {"max_steps": 10**6})
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_kernels", "train", *words], stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=take_terminal, env=training.ENVIRONMENT,
+    )  # fmt: skip
+    os.close(theirs)
+    with process:
+        shown, end = b"", time.monotonic() + 300
+        while b"updates" not in shown and time.monotonic() < end:
+            if select.select([ours], [], [], 1)[0]:
+                shown += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(timeout=300) == 129, shown
+    assert b"updates" in shown and len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
 
 
 # --- pitfall 19 -------------------------------------------------------------------------------------------------------
@@ -423,13 +452,19 @@ def test_a_damaged_log_does_not_keep_a_run_from_going_on(name, harm, words, mode
     assert name == "samples.jsonl" or [record["step"] for record in records[-2:]] == [7, 8]
 
 
-def test_a_second_interrupt_does_not_wait(capfd):
+def test_a_second_interrupt_does_not_wait_and_nohup_is_respected(capfd):
     """The first Ctrl-C is noted, and answered at once; the second one interrupts at once."""
-    before = signal.getsignal(signal.SIGINT)
-    with (signals := Signals(Ranks())).noted():
-        signal.raise_signal(signal.SIGINT)
-        assert signals.received == signal.SIGINT
-        assert capfd.readouterr().err.strip() == "stopping after this step; Ctrl-C again quits now"
-        with pytest.raises(KeyboardInterrupt):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with (signals := Signals(Ranks())).noted():
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.received
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            assert signals.received == signal.SIGINT
+            assert capfd.readouterr().err.strip() == "stopping after this step; Ctrl-C again quits now"
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+    assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
