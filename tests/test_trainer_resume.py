@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 import training
+from safetensors.torch import load_file, save_file
 from training import run, same_weights, steps
 
 from grpo_kernels.trainer import RunError, files
@@ -195,7 +196,7 @@ def test_19_a_folder_is_replaced_whole_or_not_at_all(error, tmp_path):
         if error:
             raise error
 
-    for name in ("checkpoint-1", ".checkpoint-1.partial"):
+    for name in ("checkpoint-1", ".checkpoint-1.replaced", ".checkpoint-1.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "old").write_text("")
     with pytest.raises(error) if error else contextlib.nullcontext():
@@ -231,12 +232,32 @@ def changed_state(**fields):
 WEIGHT = "lm.model.embed_tokens.weight"
 
 
+def changed_number(*keys, value):
+    """Set a number of state.pt, or of a safetensors file, to `value`."""
+
+    def write(path):
+        found = tensors = torch.load(path) if path.suffix == ".pt" else load_file(path)
+        for key in keys:
+            found = found[key]
+        found.view(-1)[1] = value
+        torch.save(tensors, path) if path.suffix == ".pt" else save_file(tensors, path, {"format": "pt"})
+
+    return write
+
+
 @pytest.mark.parametrize(("files", "words"), [
     ({"state": changed_state(step=5)}, "state.pt is not as a run writes it: ValueError: its schedule is at another"),
     ({"state": changed_state(step="6")}, "state.pt is not as a run writes it: ValueError: its schedule is at another"),
     ({"state": changed_state(progress={})}, "state.pt is not as a run writes it: TypeError"),
     ({"state": changed_state(rollout=[{"ids": 7}])}, "state.pt is not as a run writes it: TypeError"),
     ({"state": changed_state(optimizer=None)}, "state.pt is not as a run writes it: ValueError: its optimizer is that"),
+    ({"state": changed_state(reference=[1])}, "AttributeError: "),
+    ({"state": changed_number("optimizer", "state", WEIGHT, "exp_avg_sq", value=math.inf)},
+     "state.pt has numbers that are not finite"),
+    ({"state": changed_number("reference", WEIGHT, value=math.nan)}, "state.pt has numbers that are not finite"),
+    ({"model": changed_number("lm_head.weight", value=math.nan)}, "model.safetensors has numbers that are not finite"),
+    ({"model": changed_number("lm_head.weight", value=1e25)}, "model.safetensors has numbers that are not finite"),
+    ({"model": lambda path: path.write_bytes(b"x" * 99)}, "SafetensorError: "),
     ({"state": lambda path: path.write_bytes(b"PK")}, "state.pt is not as a run writes it: "),
     ({"state": lambda path: torch.save(Path("x"), path)}, "state.pt is not as a run writes it: UnpicklingError"),
     ({"checksums.json": lambda path: os.truncate(path, path.stat().st_size // 2)}, "JSONDecodeError: "),
@@ -417,7 +438,7 @@ def test_pitfall_19_another_configuration_is_refused_by_name(model, data, whole,
 def test_a_longer_run_goes_on_where_the_rate_does_not_depend_on_the_length(model, data, output, capfd):
     """Another number of threads is said. What a killed process left is removed, and no other hidden file."""
     rewritten(output / "checkpoint-6", state=changed_state(environment={"threads": 99}))
-    for name in (".checkpoint-7.partial", ".model.partial"):
+    for name in (".checkpoint-7.partial", ".model.partial", ".checkpoint-5.replaced"):
         (output / name).mkdir()
     (output / ".notes.partial").write_text("")
     assert run(model, data, output, **RESUMED | {"max_steps": 8, "save_steps": 0}) == 0
