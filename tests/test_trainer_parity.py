@@ -217,6 +217,7 @@ FOUR_STEPS = {"max_steps": 4, "save_steps": 1, "num_iterations": 2, "steps_per_g
 ENDS: dict[str, tuple[int, dict[str, Any]]] = {  # exit status and options
     "short": (1, {"reward_funcs": "trainer_ranks:short_on_rank_1"}),
     "raises": (0, {"reward_funcs": "trainer_ranks:raises_on_rank_1", "max_steps": 1}),
+    "raises twice": (1, {"reward_funcs": "trainer_ranks:raises_on_rank_1", "max_steps": 8}),
     "broken": (1, {"reward_funcs": "trainer_ranks:breaks_rank_1"}),
     "broken shard": (1, {"reward_funcs": "trainer_ranks:breaks_rank_1", "fsdp": True}),
     "signal": (143, {"reward_funcs": "trainer_ranks:signals_rank_1"}),
@@ -287,8 +288,11 @@ def check_ends(folder: Path, said: str) -> None:
     # A reward that fails in one: its completions are unscored, and that is said.
     assert training.steps(folder / "raises")[0]["unscored"] == 8
     assert "8 completions unscored, the first by raises_on_rank_1: KeyError: 'only here'" in said
-    assert said.count("failed for every completion of step 1 on rank 1 of 2; its own traceback") == 1
-    assert said.count('raise KeyError("only here")') >= 1
+    assert said.count("failed for every completion of step 1 on rank 1 of 2; its own traceback") == 2
+    # In a second rollout it ends the run, with its own traceback.
+    assert [step["unscored"] for step in training.steps(folder / "raises twice")] == [8] * 4
+    reason = "failed for every completion of step 5 on rank 1 of 2, as in the rollout before; its own traceback"
+    assert said.count(reason) == 2 and said.count('raise KeyError("only here")') >= 4
     # What is broken in one is saved by none.
     for name in ("broken", "broken shard"):
         assert {path.name for path in (folder / name).glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
