@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -346,7 +347,14 @@ def test_the_wrong_reward_fails_the_dry_run_too(name, where, data, refused, tmp_
 
 
 def test_what_could_not_be_saved_is_known_before_the_first_step(model, refused, tmp_path, monkeypatch, capfd):
+    def full(path):
+        return SimpleNamespace(free=2**20 // 50)
+
     for further in ({}, {"dry_run": True}):
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.disk_usage", full)
+            words = f"output_dir={tmp_path / 'run'}: a checkpoint takes 0.1 MiB, its disk has 0.0 MiB left"
+            assert words in refused(**further)
         with monkeypatch.context() as patched:
             patched.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", out_of_space)
             assert "run: model and tokenizer cannot be saved: OSError: [Errno 28] no space" in refused(**further)
@@ -360,11 +368,15 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_pat
     output = tmp_path / "run"
     assert run(model, data, output, dry_run=True, beta=0.1, reward_funcs="training:length") == 0
     out = capfd.readouterr().out
-    for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion "):
+    for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion ",
+                  "1 process,", "MiB for a checkpoint", "of the completions do not end within"):  # fmt: skip
         assert words in out, out
-    assert "1 process," in out and "note       0%" not in out and "float32 copies" not in out
-    assert run(model, data, output, dry_run=True, reward_funcs="training:length", dtype="bfloat16") == 0
-    assert not output.exists()
+    assert "equal rewards" not in out
+    options = {"reward_funcs": None, "teacher_model_name_or_path": model, "dtype": "bfloat16"}
+    assert run(model, data, output, dry_run=True, **options) == 0
+    assert "rewards    none" in capfd.readouterr().out and not output.exists()
+    assert run(model, data, output, dry_run=True, reward_funcs="training:constant") == 0
+    assert "note       100% of the groups have equal rewards" in capfd.readouterr().out
 
 
 def test_the_command_line_and_yaml(tmp_path, capsys):

@@ -19,10 +19,8 @@ from .arguments import TrainArguments, parse
 from .loop import Trainer
 from .ranks import on_cpu
 from .records import counted
-from .run import Run, advice_on_memory
+from .run import MIB, Run, advice_on_memory
 from .tasks import ARITHMETIC_MODEL
-
-MIB = 2**20
 
 
 def train(argv: Sequence[str], command: str = "train") -> int:
@@ -89,6 +87,9 @@ def dry_run(arguments: TrainArguments) -> int:
             logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
+            with run.ranks.raise_on_all():
+                if run.accelerator.is_main_process:
+                    run.check_room(Path(arguments.output_dir).absolute())
             _one_step(run)
         finally:
             run.close()
@@ -112,6 +113,11 @@ def _one_step(run: Run) -> None:
     if before is not None:
         more = (peak(device) - before) / MIB
         print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
+    print(f"disk       {run.bytes_of_checkpoint() / MIB:,.1f} MiB for a checkpoint")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
-    share = trainer.progress.rollout_numbers["zero_gradient_groups"]
-    print(f"groups     {share:.0%} have equal rewards: nothing is learned from them")
+    for name, meaning in (
+        ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
+        ("completions/clipped_ratio", "of the completions do not end within max_completion_length"),
+    ):
+        if share := trainer.progress.rollout_numbers.get(name):
+            print(f"note       {share:.0%} {meaning}")

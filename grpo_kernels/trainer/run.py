@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from transformers import get_scheduler
 
 from . import RunError
-from .adamw import check_state_of, make_optimizer
+from .adamw import check_state_of, is_low, make_optimizer
 from .arguments import TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import CONFIG, RUN, STATE, Progress, check_state, claim_folder, norm, prune, read_checkpoint
@@ -47,6 +48,7 @@ class Given(NamedTuple):
 
 
 NOTHING = Given({})
+MIB = 2**20
 ENDS_UNSAVED = "the run ends here, and its checkpoints are those of earlier steps"
 # Of allocators that raise RuntimeError: torch's for CPUs, cuBLAS, CUDA's runtime.
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
@@ -123,6 +125,8 @@ class Run:
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 self._try_to_save()
+                if not a.dry_run:  # whose folder is another one
+                    self.check_room(self.folder)
             if not a.dry_run:
                 init_trackers(self.accelerator, a, self.options)
             if self.accelerator.is_main_process:
@@ -165,6 +169,25 @@ class Run:
             raise ValueError(
                 f"output_dir={self.folder}: model and tokenizer cannot be saved: {type(error).__name__}: {error}"
             ) from error
+
+    def bytes_of_checkpoint(self) -> int:
+        """Of weights (of an adapter the trained ones), AdamW's state and the reference policy; the rest is little."""
+        a, size = self.arguments, 0
+        for p in self.policy.parameters():
+            if p.requires_grad:
+                size += p.numel() * (p.itemsize * (1 + bool(a.beta)) + (12 if is_low(p) else 8))
+            elif not a.use_peft:
+                size += p.numel() * p.itemsize
+        return size
+
+    def check_room(self, folder: Path) -> None:
+        """Raise ValueError where a checkpoint has no room on the disk of a folder that may not be made yet."""
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        size, free = self.bytes_of_checkpoint() / MIB, shutil.disk_usage(there).free / MIB
+        if free < size:
+            raise ValueError(
+                f"output_dir={folder}: a checkpoint takes {size:,.1f} MiB, its disk has {free:,.1f} MiB left"
+            )
 
     def _logp_of_a_token(self) -> float:
         """Nats, of the last token of the first prompt, once more after it."""
