@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import shutil
 from pathlib import Path
@@ -132,23 +133,65 @@ def test_what_reward_functions_log(trained):
     assert sample["extra"]["reward"] == "2020-01-01" and isinstance(sample["reward"], float)
 
 
-@pytest.mark.parametrize("text", ["a\nbc\nd", "\u3002\n\u3002\u3002\n", "\n\n", "ab", "caf\u00e9\nb"])
-def test_steps_are_those_of_the_text_whatever_its_tokens(text):
+def tokenizer_of(kind):
+    """Bytes, some of them joined across characters; words behind a blank, the first of which is stripped; bytes as a
+    fallback. With an end that is a special token."""
+    if kind == "bytes":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        merges = [
+            ("a", "\u010a"),
+            ("\u010a", "\u010a"),
+            ("\u010a", "\u00c3"),
+            ("\u00e3", "\u0122"),
+        ]  # parts of characters
+        made = Tokenizer(models.BPE({word: i for i, word in enumerate([*alphabet, *map("".join, merges)])}, merges))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+    else:
+        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"ab\u2581", "\u2581a", "\u2581ab", "b\u2581"]
+        merges = [("\u2581", "a"), ("\u2581a", "b"), ("b", "\u2581")]
+        vocabulary = {word: i for i, word in enumerate(words)}
+        made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Sequence([
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+        ])  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_steps_are_those_of_the_text_whatever_its_tokens(kind):
     """As many as a split of the text finds; each ends with the first token with which its delimiter is whole."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "\u010a"), ("\u010a", "\u010a"), ("\u00e3", "\u0122")]  # a\n, \n\n, part of a character
-    made = Tokenizer(models.BPE({word: i for i, word in enumerate([*alphabet, *map("".join, merges)])}, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
-    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    for delimiter in ("\n", "\n\n", "\u3002", "\u00e9"):
-        parts = text.split(delimiter)
-        parts = parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts
-        starts = [delimiter.join(parts[:i]) + delimiter for i in range(1, len(parts))]
-        decoded = [tokenizer.decode(ids[: k + 1], skip_special_tokens=True) for k in range(len(ids))]
-        expected = [next(k for k, words in enumerate(decoded) if words.startswith(start)) for start in starts]
-        assert step_ends(ids, tokenizer, delimiter) == [*expected, len(ids) - 1]
+    tokenizer, rng = tokenizer_of(kind), random.Random(0)
+    delimiters = ["\n", "\n\n", "\u3002", "\u2192", "\u00e9", " \u043a\u0438", " a", "b ", "\U0001f600", "aa"]
+
+    def text_of(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    for _ in range(100):
+        text = "".join(rng.choice([*delimiters, *"abab  \n"]) for _ in range(rng.randrange(12)))
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        for delimiter in delimiters:
+            parts = text_of(ids).split(delimiter)
+            parts = parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts
+            starts = [delimiter.join(parts[:i]) + delimiter for i in range(1, len(parts))]
+            expected = [next(k for k in range(len(ids)) if text_of(ids[: k + 1]).startswith(start)) for start in starts]
+            assert step_ends(ids, tokenizer, delimiter) == [*expected, len(ids) - 1], (text, delimiter)
+
+
+@pytest.mark.parametrize("text", ["ab\n\u3002", "\u3002"])
+def test_finding_steps_decodes_pieces_of_a_few_tokens(text):
+    """Of characters, and of bytes that are none: behind the whole text the time would grow with its square."""
+    tokenizer, read = tokenizer_of("bytes"), []
+    ids = [*tokenizer("a\n")["input_ids"], *tokenizer(text)["input_ids"][-1 if text == "\u3002" else 0 :] * 1000]
+
+    class Counts:
+        def decode(self, part, **options):
+            read.append(len(part))
+            return tokenizer.decode(part, **options)
+
+    assert step_ends(ids, Counts(), "\n")[0] == 0 and read[0] == len(ids)
+    assert max(read[1:]) <= 20 and len(read) <= 2 * len(ids) + 1
 
 
 def test_denominators_count_what_is_scored():

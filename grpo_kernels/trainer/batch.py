@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from ..config import GRPOConfig
@@ -30,11 +29,26 @@ def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
     parts = parts[: -1 if parts[-1] else -2]
     if not parts:
         return [len(ids) - 1]
-    # How many characters are there with each token; one that lacks some of its bytes is not.
-    stream, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
-    known = list(accumulate(len(stream.step(backend, id) or "") for id in ids))
+    known = complete_characters(ids, tokenizer)
     lasts = accumulate(len(part) + len(delimiter) for part in parts)
     return [*(min(bisect_left(known, last), len(ids) - 1) for last in lasts), len(ids) - 1]
+
+
+def complete_characters(ids: Sequence[int], tokenizer: Any) -> list[int]:
+    """How many characters of the decoded text are there with each token. One that lacks some of its bytes is not.
+
+    Decoders join tokens to characters and strip a first blank. So a token is decoded behind a whole piece of the text
+    before it; behind all of it, the time would be quadratic.
+    """
+    found, first, read, before, known = [0], 0, 0, 0, 0
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[first:count], skip_special_tokens=True)
+        length = len(text.rstrip("\ufffd"))
+        found.append(max(found[-1], known + length - before))
+        if before < length == len(text) or count - read == 8:  # bytes that are no character
+            known, first, read = found[-1], read, count
+            before = len(tokenizer.decode(ids[first:read], skip_special_tokens=True).rstrip("\ufffd"))
+    return found[1:]
 
 
 def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int) -> None:
