@@ -53,7 +53,7 @@ def evaluation_record(step: int, accuracy: float) -> Record:
         "evaluation": {
             "reward": accuracy, "reward_error": math.sqrt(accuracy * (1 - accuracy) / 400), "greedy_reward": accuracy,
             "pass_at_1": accuracy, "pass_at_k": {"1": accuracy, "2": spread, "4": 1 - (1 - spread) ** 2},
-            "best_of_n": 1 - (1 - spread) ** 2, "greedy": accuracy + 0.01,
+            "majority_at_k": accuracy, "best_of_n": 1 - (1 - spread) ** 2, "greedy": accuracy + 0.01,
             "mean_length": 3.4, "problems": 400, "samples": 4,
         },
     }  # fmt: skip
