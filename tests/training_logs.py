@@ -29,7 +29,7 @@ def step_record(step: int, steps: int, noise: random.Random) -> Record:
     record = {
         "step": step, "loss": 0.002 * gauss(0, 1), "grad_norm": 0.4 * math.exp(0.25 * gauss(0, 1)), "kl": kl,
         "kl_sequence": 3.5 * kl, "entropy": entropy, "ratio/mean": 1 + 0.001 * gauss(0, 1), "ratio/min": 0.6,
-        "ratio/max": 1.5, "clip_ratio/low": 0.004, "clip_ratio/high": 0.006,
+        "ratio/max": 1.5, "clip_ratio/low": 0.004, "clip_ratio/high": 0.006, "learning_rate": 2e-4,
         "clip_ratio/region": 0.01 + 0.005 * noise.random(), "approx_kl": 0.003,
         "divergence": 0.5 - 0.3 * solved + 0.02 * gauss(0, 1), "rollout_mismatch/mean": 2e-3 * noise.random(),
         "reward": reward, "reward_std": std, "reward_min": 0.0, "reward_max": 1.0, "reward_group_std": 0.8 * std,
@@ -104,9 +104,14 @@ FAILURES: dict[str, tuple[Callable[[Record, float], None], str]] = {
     "kl_explosion": (
         _from(0, kl=lambda _, share: 0.01 * math.exp(9 * share), kl_sequence=lambda _, share: math.exp(9 * share)),
         "critical"),
+    "divergence_rises": (_from(0.5, divergence=lambda value, share: value + 2 * share), "warning"),
     "gradient_instability": (_from(0.7, grad_norm=lambda value, _: 50 * value), "critical"),
     "no_learning_signal": (
         _from(0, zero_gradient_groups=0.78, all_min_groups=0.7, all_max_groups=0.08), "warning"),
+    "unscored": (_from(0.5, unscored=40), "warning"),
+    "length_bias": (
+        _from(0, completions__mean_length=lambda _, share: 200 * (1 + 2 * share),
+              reward=lambda _, share: 0.35 + 0.01 * math.sin(200 * share)), "warning"),
     "truncation": (_from(0.5, completions__clipped_ratio=1.0), "critical"),
     "first_ratio": (_from(0.5, log_ratio_first_max=0.2), "warning"),
     "clipping": (_from(0.5, clip_ratio__region=0.4, approx_kl=0.05), "warning"),
