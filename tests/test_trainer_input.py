@@ -393,15 +393,16 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
     assert (found.reward_funcs, found.reward_weights, found.fsdp) == (["a"], [0.1, -1e-3], False)
     assert found.beta == 0.005  # as if it were not there
     assert parse(["--reward-weights", "1e-3", "-1e-3", "-.5"]).reward_weights == [1e-3, -1e-3, -0.5]
-    assert parse(["--bf16", "--use_cpu", "true"]).use_cpu and not parse(["--bf16=false"]).bf16
+    assert parse(["--bf16", "--use_cpu", "True"]).use_cpu and not parse(["--bf16=false"]).bf16
     path.write_text("[1, 2]")
     with pytest.raises(ValueError, match="expected options"):
         parse(["--config", str(path)])
     wrong = ["--max-step", "1", "--delta", "1", "--no-such-option"]
     guesses = "--max-step (did you mean --max-steps?) 1 --delta 1 --no-such-option\n"
     for words, message in (
-        (wrong, guesses), (["--bf16=maybe"], "--bf16: invalid loads value: 'maybe'"),
-        (["--loss-options={"], "--loss-options: invalid loads value: '{'"),
+        (wrong, guesses), (["--bf16=maybe"], "--bf16: invalid boolean value: 'maybe'"),
+        (["--loss-options={"], "--loss-options: invalid json_object value: '{'"),
+        (["--loss-options=3"], "--loss-options: invalid json_object value: '3'"),
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             main(["train", *words])
@@ -417,7 +418,7 @@ def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):
             main([*words])
         return capsys.readouterr().out
 
-    for command, defaults in dict.fromkeys(("train", "demo"), ("grpo-run", "1e-06", "500")).items():
+    for command, defaults in {"train": ("grpo-run", "1e-06", "500"), "demo": ("grpo-demo", "0.0002", "400")}.items():
         text = shown(command, "--help").replace("  --model {arithmetic,smollm2}", "").replace("  --task {", "")
         assert text.startswith(f"usage: grpo-kernels {command} [options]\n")
         for name, default in zip(("output-dir X", "learning-rate R", "max-steps N"), defaults, strict=True):

@@ -58,6 +58,7 @@ ARITHMETIC_RUN: dict[str, Any] = {
     "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20,
     "lr_scheduler_type": "constant_with_warmup",
 }  # fmt: skip
+DEMO = {**ARITHMETIC_RUN, "output_dir": "grpo-demo"}
 # In --help an option belongs to the group that begins with it or with the nearest option above it.
 GROUPS = {
     "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "num_generations": "sampling",
@@ -347,6 +348,16 @@ DESCRIPTIONS = {
 }
 
 
+def boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def json_object(text: str) -> Json:
+    return dict(json.loads(text))
+
+
 def make_parser(command: str) -> argparse.ArgumentParser:
     """The options of `TrainArguments`, in groups. What is not given is not in the namespace."""
     parser = argparse.ArgumentParser(
@@ -362,25 +373,25 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     for field in dataclasses.fields(TrainArguments):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
-        _add_option(group, field, hints[field.name])
+        _add_option(group, field, hints[field.name], DEMO.get(field.name) if command == "demo" else None)
     return parser
 
 
-def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
-    """The type of the field says how an option is read, and what is shown of its values."""
+def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any, of_command: Any) -> None:
+    """The type of the field says how an option is read, and what is shown of its values. of_command: its default."""
     hint = next((part for part in get_args(hint) if NoneType in get_args(hint) and part is not NoneType), hint)
     several = get_origin(hint) is list
     hint = get_args(hint)[0] if several else hint
     kind, choices = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
-    name, text, default = f"--{field.name.replace('_', '-')}", field.metadata["help"], field.default
+    name, text, default = f"--{field.name.replace('_', '-')}", field.metadata["help"], of_command or field.default
     if kind is bool:
-        group.add_argument(name, type=json.loads, nargs="?", const=True, metavar="true", help=text)
+        group.add_argument(name, type=boolean, nargs="?", const=True, metavar="true", help=text)
         return
-    if default not in (None, dataclasses.MISSING):
+    if isinstance(default, (str, int, float)):
         text += f" (default: {default!r})" if default == "\n" else f" (default: {default})"
     shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}.get(kind)
     group.add_argument(
-        name, type=json.loads if kind == Json else kind, nargs="+" if several else None, metavar=shown or "JSON",
+        name, type=json_object if kind == Json else kind, nargs="+" if several else None, metavar=shown or "JSON",
         help=text,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from ..benchmarks.machine import peak, restart_peak
 from . import RunError, evaluate
 from . import demo as demonstration
-from .arguments import TrainArguments, parse
+from .arguments import DEMO, TrainArguments, make_parser, parse
 from .loop import Trainer
 from .ranks import on_cpu
 from .records import counted
@@ -56,12 +56,10 @@ def train(argv: Sequence[str], command: str = "train") -> int:
 def demo(argv: Sequence[str]) -> int:
     """A run of `train` with options for the arithmetic model or a chat model, into grpo-demo. One that was interrupted
     goes on."""
-    options, words = demonstration.split(argv)
-    words = ["--output-dir=grpo-demo", "--resume-from-checkpoint=auto", *words]
-    if "--help" in words or "-h" in words:
-        return train(words, "demo")
+    options, _ = make_parser("demo").parse_known_args(argv)
+    words = [f"--output-dir={DEMO['output_dir']}", "--resume-from-checkpoint=auto", *argv]
     try:
-        words = [*demonstration.words_of_run(options), *words]
+        words = [*demonstration.words_of_run(options.model, options.task), *words]
     except (ImportError, OSError, ValueError) as error:
         print(f"grpo-kernels demo: {error}", file=sys.stderr)
         return 2
