@@ -84,7 +84,6 @@ def keeps_cache(policy: nn.Module, ranks: Ranks) -> bool:
     wrapped: Any = getattr(policy, "module", policy)  # within DDP
     lm = wrapped.lm
     name = type(lm.get_base_model() if hasattr(lm, "get_base_model") else lm).__name__
-    lost = math.inf
     for cached in (True, False):
         found = max(ranks.gather([infer(policy, "decoding_error", cached=cached)]))
         if math.isnan(found.error):
@@ -98,7 +97,8 @@ def keeps_cache(policy: nn.Module, ranks: Ranks) -> bool:
             "from those of each row alone; expected a causal model whose attention_mask hides padding"
         )
     if not cached and ranks.index == 0:
-        print(f"{name} is sampled without a cache (with it, it loses {lost:.2g} nats of a token)", file=sys.stderr)
+        why = f"it loses {lost:.2g} nats of a token" if lost < math.inf else "it keeps none that can be used"
+        print(f"{name} is sampled without a cache ({why})", file=sys.stderr)
     return cached
 
 

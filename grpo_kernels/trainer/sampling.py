@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -66,13 +65,18 @@ def generate(
     rows = torch.arange(len(distinct)).repeat_interleave(torch.tensor([count for _, count in distinct]))
     logits = decode.start(*left_padded([prompt for prompt, _ in distinct], pad_id, lm.device))
     logits = decode.select(logits, rows.to(lm.device))
-    sampled: list[_Tokens] = [_Tokens() for _ in prompts]
+    sampled: list[list[tuple[int, float, list[int]]]] = [[] for _ in prompts]  # ids, log-probabilities, kept ids
+
+    def has_ended(completion: int) -> bool:
+        return bool(sampled[completion]) and sampled[completion][-1][0] in ends
+
     batch = list(range(len(prompts)))  # the completion of each row
     for length in range(1, arguments.max_completion_length + 1):
         ids, logps, kept = draw(logits)
         for k, (i, id, logp) in enumerate(zip(batch, ids.tolist(), logps.tolist(), strict=True)):
-            sampled[i].add(id, logp, kept[k] if kept else [], ends)
-        going = [k for k, i in enumerate(batch) if not sampled[i].ended]
+            if not has_ended(i):
+                sampled[i].append((id, logp, kept[k] if kept else []))
+        going = [k for k, i in enumerate(batch) if not has_ended(i)]
         if length == arguments.max_completion_length or not _on_any_rank(bool(going), synced, lm.device):
             break
         if len(going) <= MAX_SHARE_LEFT * len(batch):
@@ -81,26 +85,11 @@ def generate(
             ids = decode.select(ids, torch.tensor(going, device=lm.device))
         logits = decode.next(ids)
     return [
-        Sampled(s.ids, s.ended, torch.tensor(s.logps, dtype=torch.float32), s.kept if draw.keeps_ids else None)
-        for s in sampled
-    ]
-
-
-@dataclass
-class _Tokens:
-    """A completion on its way; tokens after its end are not added."""
-
-    ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
-    ended: bool = False
-
-    def add(self, id: int, logp: float, kept: list[int], ends: Sequence[int]) -> None:
-        if not self.ended:
-            self.ids.append(id)
-            self.logps.append(logp)
-            self.kept.append(kept)
-            self.ended = id in ends
+        Sampled([id for id, _, _ in tokens], has_ended(i),
+                torch.tensor([logp for _, logp, _ in tokens], dtype=torch.float32),
+                [kept for _, _, kept in tokens] if draw.keeps_ids else None)
+        for i, tokens in enumerate(sampled)
+    ]  # fmt: skip
 
 
 def _on_any_rank(flag: bool, synced: bool, device: Any) -> bool:
@@ -261,7 +250,7 @@ class _Draw:
     """
 
     def __init__(self, arguments: TrainArguments, greedy: bool):
-        a, self.greedy = arguments, greedy or arguments.temperature == 0
+        a, self.greedy = arguments, greedy
         options: Any = (
             (logits_process.TemperatureLogitsWarper, float(a.temperature), 1.0),
             (logits_process.TopKLogitsWarper, a.top_k, 0),
