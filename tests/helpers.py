@@ -226,6 +226,12 @@ def good_calls() -> dict[str, dict[str, Any]]:
             step_rewards=rewards[:, None] * per_token[:, :2], step_ends=torch.tensor([[1, 3]] * 4), length=6, **groups
         ),
         "rollout_weights": {"old_logps": old, "rollout_logps": old - per_token} | masked,
+        "rejection_mask": {
+            "old_logps": old,
+            "rollout_logps": old - per_token,
+            "options": {"token_k1": (0.5, 2.0), "seq_mean_k3": 1.0},
+        }
+        | masked,
         "entropy_quantile": {"entropy": per_token} | masked,
     }
 

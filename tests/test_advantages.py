@@ -13,7 +13,6 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
-from grpo_kernels.objective.sequences import WEIGHT_LEVELS
 from grpo_kernels.rewards import group_statistics, resolve_groups
 
 
@@ -183,43 +182,7 @@ def test_process_advantages_against_a_loop(gamma):
     assert torch.equal(named, found)
 
 
-# --- off-policy weights, entropy quantile -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", WEIGHT_LEVELS)
-def test_rollout_weights_against_a_loop(level, mode):
-    old, rollout = torch.randn(3, 5), torch.randn(3, 5)
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
-    rollout[0, 1], rollout[1, 3] = math.nan, math.inf
-    found = gk.rollout_weights(old, rollout, completion_mask=mask, level=level, mode=mode, cap=1.5, low=0.6)
-
-    def limit(w: float) -> float:
-        return min(max(w, 0.6), 1.5) if mode == "truncate" else w if 0.6 <= w <= 1.5 else 0.0
-
-    for i in range(3):
-        gaps = [
-            0.0 if not mask[i, t] or math.isnan(rollout[i, t]) else (old[i, t] - rollout[i, t]).item() for t in range(5)
-        ]
-        if level == "token":
-            assert found[i].tolist() == pytest.approx([limit(math.exp(x)) for x in gaps], rel=1e-5)
-        else:
-            total = sum(gaps) / (1 if level == "sequence_sum" else max(int(mask[i].sum()), 1))
-            assert found[i].item() == pytest.approx(limit(math.exp(total)), rel=1e-5)
-    assert found.shape == ((3, 5) if level == "token" else (3,))
-
-
-def test_masks_and_vetoes_of_whole_sequences():
-    old = torch.log(torch.tensor([[1.2, 0.9, 1.1], [3.0, 0.2, 2.0], [1e-5, 3.0, 3.0], [2.0, 2.0, 9.0]]))
-    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]])
-    found = gk.rollout_weights(old, torch.zeros(4, 3), completion_mask=mask, mode="sequence_mask")
-    w = torch.where(mask.bool(), old.exp(), 1.0)
-    inside = torch.tensor([True, True, False, True])[:, None]  # means 1.06, 1.06, 0.04, 2.0
-    torch.testing.assert_close(found, torch.where(inside, w, 0.0))
-    found = gk.rollout_weights(old, torch.zeros(4, 3), completion_mask=mask, veto=0.3)
-    assert not found[1:3].any()
-    torch.testing.assert_close(found[[0, 3]], w[[0, 3]].clamp(max=2.0))
-    assert gk.rollout_weights(old, torch.zeros(4, 3), level="sequence", veto=1e-4)[2] == 0
+# --- lengths, several rewards, entropy quantile -----------------------------------------------------------------------
 
 
 def test_the_lengths_of_a_call_are_those_of_its_mask():
@@ -258,13 +221,6 @@ def test_several_rewards_against_a_loop(mode, whiten):
     counted = total.repeat_interleave(mask.sum(1) * known if whiten == "tokens" else known.long())
     expected = total if whiten == "none" else (total - counted.mean()) / (counted.std() + 1e-4)
     torch.testing.assert_close(found.double(), torch.where(known, expected, 0.0), rtol=1e-5, atol=1e-6)
-
-
-def test_rollout_weights_of_an_unbounded_gap_are_finite():
-    old, rollout = torch.zeros(1, 2), torch.full((1, 2), -1e4)
-    assert gk.rollout_weights(old, rollout).tolist() == [[2.0, 2.0]]
-    assert gk.rollout_weights(old, rollout, mode="mask").tolist() == [[0.0, 0.0]]
-    assert gk.rollout_weights(rollout, old).tolist() == [[0.0, 0.0]]  # no lower bound unless one is given
 
 
 def test_entropy_quantile_interpolates_as_torch_does():

@@ -231,7 +231,8 @@ def test_functions_beside_the_loss_compile_too():
     hidden, weight, ids = torch.rand(20, 3), torch.rand(7, 3), torch.zeros(20, dtype=torch.int64)
     functions = (
         lambda: gk.entropy_quantile(x, mask),
-        lambda: gk.rollout_weights(x, x * 1.1, completion_mask=mask, level="sequence"),
+        lambda: gk.rollout_weights(x, x * 1.1, completion_mask=mask, level="sequence", batch_normalize=True),
+        lambda: gk.rejection_mask(x, x * 1.1, {"token_k1": (0.97, 1.1), "seq_max_k3": 0.1}, completion_mask=mask),
         lambda: gk.group_advantages(x[:, 0], num_generations=2),
         lambda: gk.process_advantages(x[:, :3], torch.tensor([[0, 1, 4]] * 4), 5, num_generations=2),
         lambda: gk.fused_grpo_loss(hidden, weight, ids, x[:, 0], **packed).loss,

@@ -98,7 +98,8 @@ WAYS: dict[str, list[dict]] = {  # through a function: what is changed in the ar
     ],
     "combine_advantages": [{}, ADJACENT | dict(rewards=(REWARDS[:, None] * PER_TOKEN[:, :2]).double())],
     "process_advantages": [dict(gamma=0.9), ADJACENT | dict(gamma=0.9, step_rewards=STEP_REWARDS)],
-    "rollout_weights": [dict(level=level) for level in ("token", "sequence")],
+    "rollout_weights": [dict(level=level, batch_normalize=level == "token") for level in ("token", "sequence")],
+    "rejection_mask": [{}, dict(options={"seq_max_k2": 0.5, "token_binary_kl": 0.1, "seq_mean_tv": 0.1})],
     "entropy_quantile": [dict(completion_mask=m, top=0.3) for m in (None, MASK)],
 }
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("objective",),
     ("config", "checks", "reference", "sampling_mask", "teacher"),
     ("head",),
-    ("inputs", "output", "rewards"),
+    ("corrections", "inputs", "output", "rewards"),
     ("distillation", "logps", "loss", "policy"),
     ("__init__", "integrations"),
     ("benchmarks", "trainer", "commands", "__main__"),

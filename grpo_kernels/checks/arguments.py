@@ -248,7 +248,7 @@ def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, input_name: str = "
         if cu_seqlens is not None:
             raise ValueError(f"cu_seqlens is for packed (N, ...) inputs; {input_name} holds a (B, T) batch: give one")
         return ids.shape[0]
-    name = "logps" if input_name == "logps" else "completion_ids"
+    name = input_name if input_name.endswith("logps") else "completion_ids"
     check_shape(name, ids, ids.dim() == 1, "(B, T) or packed (N,)")
     if cu_seqlens is None:
         raise ValueError(f"{input_name} is packed, {ids.numel()} tokens without a batch dimension; cu_seqlens is None")

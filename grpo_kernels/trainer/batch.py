@@ -13,7 +13,8 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from ..config import GRPOConfig
-from ..rewards import group_advantages, process_advantages, rollout_weights
+from ..corrections import rollout_weights
+from ..rewards import group_advantages, process_advantages
 from ..sampling_mask import SamplingMask
 from . import RunError
 from .arguments import TrainArguments
