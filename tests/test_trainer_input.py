@@ -115,6 +115,11 @@ def refused(model, data, tmp_path, capfd):
     ({"teacher_model_name_or_path": ".", "loss_options": {"divergence_beta": 0.5}}, ["divergence_beta=0.5 has no"]),
     ({"teacher_model_name_or_path": "."}, ["teacher_model_name_or_path=.: "]),
     ({"use_vllm": True}, ["use_vllm needs vllm: pip install vllm"]),
+    ({"rollout_rs": {"token_k1": [0.5, 2.0]}}, ["rollout_rs={'token_k1': [0.5, 2.0]} has no effect without use_vllm"]),
+    ({"use_vllm": True, "rollout_rs": {"token_k4": 1}}, ["a key of rollout_rs='token_k4'; expected one of token_k1"]),
+    ({"use_vllm": True, "rollout_rs": {"token_k1": 2}}, ["rollout_rs['token_k1']=2; expected a pair"]),
+    ({"use_vllm": True, "rollout_is_batch_normalize": True, "vllm_importance_sampling_mode": "none"},
+     ["rollout_is_batch_normalize=True has no effect without use_vllm and a vllm_importance_sampling_mode"]),
     ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p", "needs a top_k"]),
     ({"reward_funcs": "test_trainer_input:reads_gold"}, ["'reads_gold' reads the column 'gold'; there are: answer"]),
 ])  # fmt: skip

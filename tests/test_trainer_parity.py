@@ -195,7 +195,13 @@ def test_steps_with_unscored_completions_equal_trls(rollouts, tmp_path):
 # Completions of unequal lengths fall on different ranks and passes: sums have to be divided by what all have together.
 _HALF = dict(per_device_train_batch_size=2)
 PROCESSES: dict[str, dict[str, Any]] = {
-    "dapo": dict(beta=0.1),
+    "dapo": dict(
+        beta=0.1,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=1.05,
+        rollout_is_batch_normalize=True,
+        rollout_rs={"token_k1": [0.9, 1.2]},
+    ),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02),
     "entropy bonus": dict(entropy_coef=0.05, scale_rewards="batch", share_prompts=True),
     "truncated completions masked": dict(mask_truncated_completions=True),

@@ -32,6 +32,8 @@ def step_record(step: int, steps: int, noise: random.Random) -> Record:
         "ratio/max": 1.5, "clip_ratio/low": 0.004, "clip_ratio/high": 0.006,
         "clip_ratio/region": 0.01 + 0.005 * noise.random(), "approx_kl": 0.003,
         "divergence": 0.5 - 0.3 * solved + 0.02 * gauss(0, 1), "rollout_mismatch/mean": 2e-3 * noise.random(),
+        "rollout_ess": 0.9 + 0.05 * noise.random(), "rollout_ratio/ess": 0.999, "rollout_ratio_sequence/ess": 0.95,
+        "rollout_weight/dropped": 0.02, "rollout_weight/above": 0.01, "rollout_weight/below": 0.0,
         "reward": reward, "reward_std": std, "reward_min": 0.0, "reward_max": 1.0, "reward_group_std": 0.8 * std,
         "rewards/arithmetic/mean": reward, "rewards/arithmetic/std": std, "zero_gradient_groups": best + worst,
         "all_min_groups": worst, "all_max_groups": best, "unscored": 0, "completions/count": 256,
@@ -111,6 +113,7 @@ FAILURES: dict[str, tuple[Callable[[Record, float], None], str]] = {
     "first_ratio": (_from(0.5, log_ratio_first_max=0.2), "warning"),
     "clipping": (_from(0.5, clip_ratio__region=0.4, approx_kl=0.05), "warning"),
     "rollout_mismatch": (_from(0.5, rollout_mismatch__mean=0.1), "warning"),
+    "off_policy": (_from(0.5, rollout_ess=lambda _, share: 0.6 - 0.55 * share), "critical"),
 }  # fmt: skip
 
 

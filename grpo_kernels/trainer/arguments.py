@@ -19,6 +19,7 @@ import yaml
 
 from .. import __version__
 from ..config import GRPOConfig, available_presets
+from ..corrections import check_rejections
 from ..names import ADVANTAGE_SCALES
 from . import demo, missing_packages
 from .data import check_path, is_one_split
@@ -135,6 +136,10 @@ class TrainArguments:
     )
     vllm_importance_sampling_mode: Correction = _option("sequence_mask", "how old / rollout weights are bounded")
     vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
+    rollout_is_batch_normalize: bool = _option(False, "divide the weights by their mean over a rollout")
+    rollout_rs: Json | None = _option(
+        None, 'weight 0 beyond these bounds of rejection_mask, as JSON: {"token_k1": [0.5, 2.0], "seq_mean_k3": 0.01}'
+    )
 
     per_device_train_batch_size: Count = _option(8, "completions in a forward and backward pass")
     gradient_accumulation_steps: Count = _option(1, "passes per optimizer step")
@@ -198,7 +203,7 @@ class TrainArguments:
     @property
     def corrects(self) -> bool:
         """Whether another engine sampled, so that its log-probabilities weight the loss."""
-        return self.use_vllm and self.vllm_importance_sampling_mode != "none"
+        return self.use_vllm and (self.vllm_importance_sampling_mode != "none" or self.rollout_rs is not None)
 
     @property
     def distills_only(self) -> bool:
@@ -266,6 +271,8 @@ class TrainArguments:
         for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
             if (path := getattr(self, name)) is not None:
                 check_path(name, path)
+        if self.rollout_rs is not None:
+            check_rejections(self.rollout_rs, "rollout_rs")
         for wrong, sentence in (*self._contradictions(num_processes), *self._without_effect(num_processes)):
             if wrong:
                 raise ValueError(sentence)
@@ -319,8 +326,10 @@ class TrainArguments:
             ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta")),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows")),
-            ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode")),
-            ("use_vllm and a vllm_importance_sampling_mode", a.corrects, ("vllm_importance_sampling_clip_max",)),
+            ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode", "rollout_rs")),
+            ("use_vllm and a vllm_importance_sampling_mode",
+             a.use_vllm and a.vllm_importance_sampling_mode != "none",
+             ("vllm_importance_sampling_clip_max", "rollout_is_batch_normalize")),
             ("old or rollout log-probabilities (num_iterations, steps_per_generation, use_vllm)",
              a.steps_per_rollout > 1 or a.corrects, ("off_policy_mask_threshold",)),
             ("dataset_test_split or eval_dataset_name", arithmetic or a.dataset_test_split or a.eval_dataset_name,

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from ..config import GRPOConfig
-from ..corrections import rollout_weights
+from ..corrections import rejection_mask, rollout_weights
 from ..rewards import group_advantages, process_advantages
 from ..sampling_mask import SamplingMask
 from . import RunError
@@ -115,26 +115,41 @@ def model_inputs(rows: Sequence[Completion], arguments: TrainArguments, pad_id: 
     return inputs
 
 
-def loss_inputs(rows: Sequence[Completion], arguments: TrainArguments, device: Any) -> dict[str, Any]:
+def assign_weights(rollout: Sequence[Completion], arguments: TrainArguments, device: Any) -> None:
+    """Set `weight` of each completion of a whole rollout, of which every rank has all: what is rejected gets 0."""
+    a = arguments
+    old, sampled = (_joined([getattr(c, name) for c in rollout], device) for name in ("old_logps", "logps"))
+    mask = _joined([torch.full((len(c.ids),), float(is_scored(c, a))) for c in rollout], device)
+    weights = torch.ones(len(rollout), device=device)
+    if a.vllm_importance_sampling_mode != "none":
+        level, mode = a.vllm_importance_sampling_mode.split("_")
+        weights = rollout_weights(
+            old, sampled, mode=mode, level="token" if level == "token" else "sequence_sum", completion_mask=mask,
+            cap=a.vllm_importance_sampling_clip_max, low=0.0, batch_normalize=a.rollout_is_batch_normalize,
+        )  # fmt: skip
+    if a.rollout_rs is not None:
+        kept = rejection_mask(old, sampled, a.rollout_rs, completion_mask=mask)
+        weights = weights.view(len(rollout), -1) * kept
+    for c, weight in zip(rollout, weights.cpu(), strict=True):
+        c.weight = (weight[: len(c.ids)] if weight.dim() else weight).clone()
+
+
+def loss_inputs(rows: Sequence[Completion], device: Any) -> dict[str, Any]:
     """What the loss needs beside `model_inputs`."""
-    advantages = [c.advantage for c in rows if c.advantage is not None]
-    per_token = advantages[0].dim() == 1
-    found: dict[str, Any] = {
-        "advantages": _right_padded(advantages, 0.0, device) if per_token else torch.stack(advantages).to(device)
-    }
-    for name, source in (("old_logps", "old_logps"), ("ref_logps", "ref_logps"), ("rollout_logps", "logps")):
+    found: dict[str, Any] = {}
+    for name, source in (
+        ("advantages", "advantage"), ("old_logps", "old_logps"), ("ref_logps", "ref_logps"), ("rollout_logps", "logps"),
+        ("rollout_weights", "weight"),
+    ):  # fmt: skip
         values = [getattr(c, source) for c in rows]
         if all(v is not None for v in values):
-            found[name] = _right_padded(values, 0.0, device)
-    if arguments.corrects:
-        level, mode = arguments.vllm_importance_sampling_mode.split("_")
-        found["rollout_weights"] = rollout_weights(
-            found["old_logps"], found["rollout_logps"], mode=mode,
-            level="token" if level == "token" else "sequence_sum",
-            cap=arguments.vllm_importance_sampling_clip_max, low=0.0,
-            completion_mask=_right_padded([torch.ones(len(c.ids)) for c in rows], 0.0, device),
-        )  # fmt: skip
+            found[name] = _joined(values, device)
     return found
+
+
+def _joined(rows: Sequence[Tensor], device: Any) -> Tensor:
+    """(B,) of scalars, or (B, T) padded with 0."""
+    return _right_padded(rows, 0.0, device) if rows[0].dim() else torch.stack(list(rows)).to(device)
 
 
 def _right_padded(rows: Sequence[Tensor], value: float, device: Any) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from . import RunError
 from .batch import (
     assign_advantages,
+    assign_weights,
     denominators,
     groups_of,
     is_scored,
@@ -110,6 +111,8 @@ class Trainer:
                     c.dropped = True
         run.log.phase("updates")
         self._score_under_policies(rollout)
+        if a.corrects:
+            assign_weights(rollout, a, run.accelerator.device)
         p.rollout, p.used = rollout, 0
         self.seconds["rollout"] = time.perf_counter() - begin - self.seconds["rewards"]
         p.rollout_numbers |= rollout_record(rollout, a.num_generations)
@@ -272,7 +275,7 @@ class Trainer:
         numbers, passes = [], self._passes(rows)
         for part in passes:
             inputs = model_inputs(part, a, self.pad_id, run.accelerator.device)
-            inputs |= loss_inputs(part, a, run.accelerator.device)
+            inputs |= loss_inputs(part, run.accelerator.device)
             if run.teacher is not None:
                 with run.accelerator.autocast():
                     inputs["teacher"] = run.teacher(inputs, run.vocab_size)

@@ -27,6 +27,7 @@ REWARD_SHARE = 0.05  # of the range of rewards: what counts as a rise, and as ne
 CLIPPED_KL = 0.01  # nats per token to the old policy, without which many clipped tokens are no failure
 # Of the first update of a rollout, at a ratio of 1, these say nothing.
 OF_LATER_UPDATES = ("clip_ratio/region", "cispo_clip_ratio", "approx_kl")
+EFFECTIVE = ("rollout_ratio/ess", "rollout_ess")
 NAN = math.nan
 
 
@@ -130,6 +131,11 @@ def dead_groups(h: History) -> float:
     return NAN if h.is_solved() else h.mean("zero_gradient_groups") - h.mean("all_max_groups")
 
 
+def effective_sample(h: History) -> float:
+    """The smaller of those of the ratios to the sampling engine, and of the weights in use."""
+    return min((fmean(x) for key in EFFECTIVE if len(x := h.last(key, SOON)) == SOON), default=NAN)
+
+
 def clipped(h: History) -> float:
     share = h.mean("clip_ratio/region" if "clip_ratio/region" in h.record else "cispo_clip_ratio")
     return NAN if h.mean("approx_kl") <= CLIPPED_KL else share
@@ -204,6 +210,10 @@ RULES = {
         "Log-probabilities of the sampling engine differ from the model's by {value:.3g} nats in the mean (threshold "
         "{limit:g}, which is a KL of 1e-3).",
         "Check that the sampling engine has the current weights and the same temperature and precision."),
+    "off_policy": Rule("Off-policy samples", EFFECTIVE, effective_sample, 0.3, 0.1,
+        "Importance weights leave an effective sample of {value:.0%} (threshold {limit:.0%}).",
+        "Check the sampling engine as for rollout_mismatch. Where whole sequences are weighted and completions are "
+        "long, weight tokens (vllm_importance_sampling_mode token_truncate), or widen rollout_rs.", below=True),
 }  # fmt: skip
 
 

@@ -64,6 +64,13 @@ CHARTS = [
     Chart("Unscored completions", "count", {"unscored": "unscored"}),
     Chart("Rollout mismatch", "mean |difference of logps|, nats", {"rollout_mismatch/mean": "mean"},
           ("rollout_mismatch",), RULES["rollout_mismatch"].warning),
+    Chart("Effective sample size", "share",
+          {"rollout_ess": "weights in use", "rollout_ratio/ess": "tokens' ratios",
+           "rollout_ratio_sequence/ess": "completions' ratios"},
+          ("off_policy",), RULES["off_policy"].warning),
+    Chart("Corrected tokens", "share of tokens",
+          {"rollout_weight/dropped": "weight 0", "rollout_weight/above": "bounded from above",
+           "rollout_weight/below": "bounded from below"}),
     Chart("Seconds per step", "by part",
           {"seconds/rollout": "rollout", "seconds/rewards": "rewards", "seconds/update": "update"}),
 ]  # fmt: skip
