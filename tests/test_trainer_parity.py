@@ -273,6 +273,7 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
     assert weights_differ(tmp_path / "bfloat16", tmp_path / "bfloat16, resumed") == 0.0
     for name, options in one.items():
         expected = train(tmp_path / f"one, {name}", rollouts, **options)
+        assert ("rollout_rs" in options) == any(record.get("rollout_weight/dropped") for record in expected)
         for folder in (tmp_path / f"{kind}, {name}" for kind, (_, compared) in KINDS.items() if name in compared):
             check_steps(folder, expected)
             assert weights_differ(folder, tmp_path / f"one, {name}") < TOLERANCE, folder

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 import runpy
 import subprocess
 import sys
@@ -215,6 +217,61 @@ def test_a_call_equals_trls(name):
         for mode in modes:
             calls = [computed(parity.trainer_class(t), name, options, mode) for t in ("fused", "trl")]
             assert max(parity.differences(*calls)) < parity.TOLERANCE
+
+
+def sampled_elsewhere(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions as of another engine, which is nearly sure of a few tokens and does not know one."""
+    g = torch.Generator().manual_seed(trainer.state.global_step)
+    lengths = torch.randint(1, LENGTH + 1, (len(prompts),), generator=g).tolist()
+    logps = [(-4.1 + 0.4 * torch.randn(n, generator=g)).tolist() for n in lengths]
+    logps[0][0], logps[1][0] = float("nan"), -0.1
+    return {
+        "prompt_ids": [[11, 12]] * len(prompts), "logprobs": logps,
+        "completion_ids": [torch.randint(10, VOCAB, (n,), generator=g).tolist() for n in lengths],
+    }  # fmt: skip
+
+
+RS = {"token_k1": (0.3, 3.0), "seq_mean_k3": 1.0}
+
+
+@pytest.mark.parametrize("mode", VLLM_MODES)
+def test_weights_are_normalised_and_samples_rejected(mode, monkeypatch):
+    """Over a batch of generations, on top of TRL's own weights."""
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", lambda **_: SimpleNamespace(sync_weights=int))
+    options = dict(use_vllm=True, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=2.0)
+    given = dict(args=parity.trl_arguments(parity.saved_model("qwen2"), max_steps=2, **options))
+    given |= dict(reward_funcs=parity.reward, train_dataset=parity.prompts(), rollout_func=sampled_elsewhere)
+    found = {}
+    for normalize, rejects in itertools.product((False, True), repeat=2):
+        own = dict(rollout_is_batch_normalize=normalize, rollout_rs=RS if rejects else None)
+        trainer = parity.construct(partial(integration.FusedGRPOTrainer, **own), "qwen2", **given)
+        batch = trainer._generate_and_score_completions([{"prompt": "w11"}] * 8)
+        found[normalize, rejects] = batch["importance_sampling_ratio"]
+    names = ("completion_mask", "old_per_token_logps", "sampling_per_token_logps")
+    mask, old, sampled = (batch[name] for name in names)
+    kept = gk.rejection_mask(old, sampled, RS, completion_mask=mask)
+    assert 0 < kept.sum() < mask.sum() and kept[0, 0] and not kept[1, 0]
+    level = "token" if mode.startswith("token") else "sequence_sum"
+    own = dict(level=level, mode=mode.split("_")[1], cap=2.0, low=0.0, completion_mask=mask)
+    for (normalize, rejects), weights in found.items():
+        expected = gk.rollout_weights(old, sampled, batch_normalize=normalize, **own).view(len(old), -1)
+        expected = expected * kept if rejects else expected
+        assert weights.shape == expected.shape
+        torch.testing.assert_close(*(x.expand_as(mask)[mask.bool()] for x in (weights, expected)))
+    log = parity.result_of(trainer)["log"]
+    assert [0 < entry["sampling/rejected"] < 1 for entry in log if "sampling/rejected" in entry] == [True]
+    assert sum(entry.get("grad_norm", 0.0) > 0 for entry in log) == 2
+
+
+@pytest.mark.parametrize(("own", "words"), [
+    ({"rollout_rs": {"token_k1": (0.5, 2.0)}}, "rollout_rs={'token_k1': (0.5, 2.0)} has no effect without use_vllm"),
+    ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True has no effect without use_vllm"),
+    ({"rollout_rs": {"token_k1": 2.0}}, "rollout_rs['token_k1']=2.0; expected a pair of ratios"),
+    ({"rollout_rs": {}}, "rollout_rs={}; expected a dict of bounds"),
+])  # fmt: skip
+def test_corrections_that_cannot_act_are_refused(own, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parity.make_trainer(partial(integration.FusedGRPOTrainer, **own), "qwen2", {})
 
 
 TOKENS = [11, 20]

@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks.plain import is_quantised
-from ..config import GRPOConfig, check_sparse_backward
+from ..config import GRPOConfig, check_flag, check_sparse_backward
+from ..corrections import check_rejections, normalized, rejection_mask
 from ..logit_transform import logit_transform
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
@@ -55,17 +56,33 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
     backward computes the logits of the kept tokens again. sparse_backward: as in `grpo_kernels.GRPOConfig`.
 
+    What TRL lacks, on its importance weights of vLLM: rollout_rs, options of `grpo_kernels.rejection_mask`, beyond
+    which a token or sequence gets weight 0; rollout_is_batch_normalize divides the weights of a batch of generations
+    by their mean over its tokens (sequence modes: sequences), before the rejection. Both are computed with the batch,
+    over all processes. Logged: sampling/rejected, the share of tokens.
+
     Raises:
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
             off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
-            quantised lm_head.
+            quantised lm_head; rollout_rs and rollout_is_batch_normalize without importance weights of vLLM.
     """
 
     entropy_coef: float  # these two are TRL's
     _entropy_window_stats: Tensor | None
 
-    def __init__(self, *args: Any, sparse_backward: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, sparse_backward: float | None = None, rollout_rs: Mapping[str, Any] | None = None,
+        rollout_is_batch_normalize: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        rollout_is_batch_normalize = check_flag("rollout_is_batch_normalize", rollout_is_batch_normalize)
+        if rollout_rs is not None:
+            check_rejections(rollout_rs, "rollout_rs")
         super().__init__(*args, **kwargs)
+        self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
+        weighs = self.use_vllm and self.vllm_importance_sampling_correction
+        for name, given in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
+            if given and not weighs:
+                raise ValueError(f"{name}={given!r} has no effect without use_vllm and its importance weights")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "GRPOConfig.from_trl")  # of what a loop has to do: TRL's does it
             self._loss_config = GRPOConfig.from_trl(
@@ -84,6 +101,22 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 base = self.accelerator.unwrap_model(model)  # the reference model is prepared already
                 base = base.get_base_model() if hasattr(base, "peft_config") else base
                 _add_head(base, self.temperature, in_float32=self.args.cast_lm_head_to_fp32)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        mask, name = _completion_mask(batch), "importance_sampling_ratio"
+        if self._batch_normalize:
+            counted = mask if batch[name].size(1) > 1 else mask.any(1, keepdim=True)
+            batch[name] = normalized(batch[name], counted)
+        if self._rollout_rs is not None:
+            old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+            kept = rejection_mask(old, sampled, self._rollout_rs, completion_mask=mask)
+            batch[name] = batch[name] * kept
+            counts = torch.stack([(mask & ~kept).sum(), mask.sum()])
+            rejected, tokens = self.accelerator.reduce(counts, reduction="sum").tolist()
+            log = self._metrics["train" if self.model.training else "eval"]
+            log["sampling/rejected"].append(rejected / max(tokens, 1))
+        return batch
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         call, outputs = _LossCall(self, inputs), []
@@ -158,8 +191,7 @@ class _LossCall:
 
     def __init__(self, trainer: FusedGRPOTrainer, inputs: dict[str, Any]) -> None:
         self.trainer, self.inputs = trainer, inputs
-        mask = inputs["completion_mask"]
-        self.mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+        self.mask = _completion_mask(inputs)
         advantages = inputs["advantages"]
         self.advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         self.accumulation = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
@@ -290,6 +322,12 @@ class _LossCall:
         if phi.size(1) == 1:
             return phi.sum(), phi.new_full((), len(phi))
         return (phi * self.mask).sum(), self.mask.sum().to(phi.dtype)
+
+
+def _completion_mask(inputs: dict[str, Any]) -> Tensor:
+    """Returns (B, T) bool: what the model sampled."""
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
 
 
 def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:

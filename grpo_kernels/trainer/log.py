@@ -181,7 +181,7 @@ def step_record(passes: list[dict[str, float]], ranks: Ranks, *, first: bool) ->
         total, count = found.pop(f"{name} sum"), found.pop(f"{name} count")
         if count:  # without a scored token there is no mean
             found[name] = total / count
-            pairs[name] = torch.tensor([total, count], dtype=torch.float64).unbind()
+            pairs[name] = torch.tensor(total, dtype=torch.float64), torch.tensor(count, dtype=torch.float64)
     found |= {name: x.item() for name, x in derived_metrics(pairs).items()}
     found["loss"] /= ranks.count
     if not first:  # what later steps see is the policy's own movement
