@@ -116,15 +116,14 @@ def rejection_mask(
         k2, k3     r^2 / 2; e^r - 1 - r. These and the next are kept up to the bound, one number
         binary_kl  p log(p/q) + (1 - p) log((1 - p)/(1 - q)); tv: |p - q|; both of p and q within [1e-6, 1 - 1e-6]
     "token_" before the name: each token by itself. "seq_mean_": the mean over the unmasked tokens of a sequence, which
-    is kept or rejected as a whole; for k1, k2, k3 also "seq_sum_", for k2 and k3 "seq_max_". An example is
-    {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.01}. A sequence without unmasked tokens has 0.
+    is kept or rejected as a whole; for k1, k2, k3 also "seq_sum_", for k2 and k3 "seq_max_". A sequence without
+    unmasked tokens has 0. An example is {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.01}.
 
     k1, k2, k3 are verl's (0.9.1, verl/trainer/ppo/rollout_corr_helper.py), binary_kl and tv OpenRLHF's
     is_correction_gating (openrlhf/models/loss.py, pull request 1339; per token, DPPO's: arXiv:2602.04879).
 
-    What is rejected is left out in one of two ways:
-        rollout_weights=weights * mask   weight 0: no surrogate, while KL, entropy and denominators stay as they are.
-                                         weights[:, None] where they are per sequence, mask.float() without any
+    What is rejected is left out in one of two ways (weights[:, None] of sequences; without weights mask.float()):
+        rollout_weights=weights * mask   weight 0: no surrogate, while KL, entropy and denominators stay as they are
         completion_mask=mask             verl's way: no part of the loss, nor of its denominators
     """
     bounds = check_rejections(options)
@@ -149,8 +148,7 @@ def _binary_kl(r: Tensor, p: Tensor, q: Tensor) -> Tensor:
     return p * (p.log() - q.log()) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
 
 
-Statistic = Callable[[Tensor, Tensor, Tensor], Tensor]  # of r, p and q, (N,) each
-_STATISTICS: dict[str, tuple[Statistic, tuple[str, ...]]] = {
+_STATISTICS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[str, ...]]] = {
     "k1": (lambda r, p, q: -r, ("token", "seq_sum", "seq_mean")),
     "k2": (lambda r, p, q: r.square() / 2, ("token", "seq_sum", "seq_mean", "seq_max")),
     "k3": (lambda r, p, q: r.expm1() - r, ("token", "seq_sum", "seq_mean", "seq_max")),
@@ -165,16 +163,16 @@ def check_rejections(options: object, name: str = "options") -> dict[str, tuple[
     if not isinstance(options, Mapping) or not options:
         raise ValueError(f"{name}={options!r}; expected a dict of bounds such as {{'token_k1': (0.5, 2.0)}}")
     found = {}
-    for key, bound in options.items():
+    for key, given in options.items():
         check_one_of(f"a key of {name}", key, tuple(REJECTIONS))
         where, has_pair = f"{name}[{key!r}]", key.endswith("_k1")
-        if has_pair != isinstance(bound, (tuple, list)) or (has_pair and len(bound) != 2):
+        if has_pair != isinstance(given, (tuple, list)) or (has_pair and len(given) != 2):
             expected = "a pair of ratios (low, high)" if has_pair else "one number, the upper bound"
-            raise ValueError(f"{where}={bound!r}; expected {expected}")
-        low, high = (check_number(where, x, above=0.0) for x in (bound if has_pair else (bound, bound)))
-        if low > high:
-            raise ValueError(f"{where}={bound!r}; expected low <= high")
-        found[key] = (math.log(low), math.log(high)) if has_pair else (-math.inf, high)
+            raise ValueError(f"{where}={given!r}; expected {expected}")
+        numbers = [check_number(where, x, above=0.0) for x in (given if has_pair else [given])]
+        if numbers != sorted(numbers):
+            raise ValueError(f"{where}={given!r}; expected low <= high")
+        found[key] = (math.log(numbers[0]), math.log(numbers[1])) if has_pair else (-math.inf, numbers[0])
     return found
 
 

@@ -56,15 +56,14 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
     backward computes the logits of the kept tokens again. sparse_backward: as in `grpo_kernels.GRPOConfig`.
 
-    What TRL lacks, on its importance weights of vLLM: rollout_rs, options of `grpo_kernels.rejection_mask`, beyond
-    which a token or sequence gets weight 0; rollout_is_batch_normalize divides the weights of a batch of generations
-    by their mean over its tokens (sequence modes: sequences), before the rejection. Both are computed with the batch,
-    over all processes. Logged: sampling/rejected, the share of tokens.
+    On top of TRL's importance weights of vLLM, for a batch of generations of all processes: rollout_is_batch_normalize
+    divides them by their mean, then rollout_rs, options of `grpo_kernels.rejection_mask`, makes weights 0, of the share
+    sampling/rejected of the tokens.
 
     Raises:
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
             off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
-            quantised lm_head; rollout_rs and rollout_is_batch_normalize without importance weights of vLLM.
+            quantised lm_head; rollout_rs or rollout_is_batch_normalize without such weights.
     """
 
     entropy_coef: float  # these two are TRL's
@@ -79,9 +78,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             check_rejections(rollout_rs, "rollout_rs")
         super().__init__(*args, **kwargs)
         self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
-        weighs = self.use_vllm and self.vllm_importance_sampling_correction
         for name, given in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
-            if given and not weighs:
+            if given and not (self.use_vllm and self.vllm_importance_sampling_correction):
                 raise ValueError(f"{name}={given!r} has no effect without use_vllm and its importance weights")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "GRPOConfig.from_trl")  # of what a loop has to do: TRL's does it

@@ -23,10 +23,8 @@ def sequences_of(shape: torch.Size, cu_seqlens: Tensor | None, device: torch.dev
 
 
 def log_ratios(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (old less rollout log-probability, nats, 0 where masked or unknown; whether it is known), (N,) each.
-
-    The first in float32, or float64 from float64. mask (N,): bool. A NaN rollout log-probability is unknown.
-    """
+    """Returns (old less rollout log-probability, nats, float32 or float64, 0 where masked or unknown; whether it is
+    known), (N,) each. mask (N,): bool. A NaN rollout log-probability is unknown."""
     old, rollout = (_flat(x) for x in (old_logps, rollout_logps))
     known = mask & ~rollout.isnan()
     return torch.where(known, old - rollout, 0.0), known
@@ -37,9 +35,9 @@ def rollout_sums(
 ) -> tuple[Pairs, dict[str, Tensor]]:
     """Returns (metric -> (sum, count), metric -> extreme) over the unmasked tokens, or their sequences, in `dtype`.
 
-    Ratios are the old policy's over the sampling engine's, without a bound: of tokens, and products over sequences. Of
-    rollout_weights, one that is 0 is dropped; one that is neither the ratio of its token nor the product or geometric
-    mean over its sequence is bounded, from above at 1 or more, else from below.
+    Ratios, old policy to sampling engine, have no bound: of tokens, and products over sequences. A weight of 0 is
+    dropped; one that is neither its token's ratio nor the product or geometric mean over its sequence is bounded, from
+    above where it is at least 1, else from below.
     """
     old, rollout, weights = inputs.old_logps, inputs.rollout_logps, inputs.rollout_weights
     pairs: Pairs = {}
@@ -53,10 +51,9 @@ def rollout_sums(
         pairs[name] = torch.where(counted, x, 0.0).to(dtype).sum(), counted.sum().to(dtype)
 
     def add_extrema(name: str, x: Tensor, counted: Tensor) -> None:  # 0 where there is nothing to look at
-        zero, inf = x.new_zeros(1), torch.inf
-        low, high = (torch.cat([torch.where(counted, x, end), zero + end]) for end in (inf, -inf))
-        for end, extreme in (("min", low.min()), ("max", high.max())):
-            extrema[f"{name}/{end}"] = torch.where(extreme.isinf(), 0.0, extreme).to(dtype)
+        for end, sign in (("min", -1), ("max", 1)):
+            most = torch.cat([torch.where(counted, sign * x, -torch.inf), x.new_full((1,), -torch.inf)]).max()
+            extrema[f"{name}/{end}"] = torch.where(counted.any(), sign * most, 0.0).to(dtype)
 
     levels = []
     if old is not None and rollout is not None:
@@ -83,11 +80,8 @@ def rollout_sums(
 
 
 def derived_metrics(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Returns what follows from (sum, count) of all ranks and micro-batches; 0 where nothing is counted.
-
-    Of weights w the effective sample size as a share, (sum w)^2 / (n sum w^2), and the chi-square mean(w^2) - 1; of
-    mean negative log-probabilities perplexities.
-    """
+    """Returns what follows from (sum, count) of all ranks and micro-batches, 0 where nothing is counted: perplexities;
+    of weights w the effective sample size as a share, (sum w)^2 / (n sum w^2), and chi-square, mean(w^2) - 1."""
     found = {}
     for name, (total, count) in pairs.items():
         (kind, _, last), mean = name.rpartition("/"), total / count.clamp(min=1)
