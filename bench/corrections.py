@@ -5,9 +5,9 @@
 The policy is a Markov chain over 8 tokens, P = softmax(Z). The reward of a completion is its share of token 0, and
 its advantage the reward less the policy's expectation of it, so the gradient by Z is known exactly. The engine
 samples from softmax(Z + noise). Of the estimator g = w A d log p / d Z: bias, |E g - exact| / |exact|, without what
-its standard error explains; noise, its variance over that of samples from the policy itself: how many times as many
-completions it takes. The weights of whole sequences without a bound are exact: where the difference to their
-estimates has the smaller standard error, its mean is taken for the bias.
+its standard error explains; cosine, of E g and exact; noise, its variance over that of samples from the policy
+itself: how many times as many completions it takes. The weights of whole sequences without a bound are exact: where
+the difference to their estimates has the smaller standard error, its mean is taken for the bias.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, f
         rows[name] = {
             "bias": max(bias.square().sum().item() - error**2, 0.0) ** 0.5 / size,
             "error": error / size,
+            "cosine": torch.cosine_similarity(gradient + bias, gradient, dim=0).item(),
             "noise": plain[name].variance / own.variance,
             "effective_sample": mean * mean / square if square else 0.0,
             "zeros": zeros,
@@ -155,7 +156,7 @@ def main() -> None:
     print("| weights | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|")
     for name in WEIGHTS:
         rows = [case["rows"][name] for case in cases]
-        cells = [f"{x['bias']:.1%} ± {x['error']:.1%}; {x['noise']:.2g}; {x['zeros']:.0%}" for x in rows]
+        cells = [f"{x['bias']:.1%}, {x['cosine']:.3f}, {x['noise']:.2g}" for x in rows]
         print(f"| {name} | " + " | ".join(cells) + " |")
     if given.output:
         given.output.parent.mkdir(parents=True, exist_ok=True)

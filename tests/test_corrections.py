@@ -67,6 +67,12 @@ def test_rejection_equals_verls(verl):
         for name in names:
             shares[name].append((found.sum() / mask.sum()).item())
     assert all(0.1 < sum(x) / len(x) < 0.95 for x in shares.values()), shares  # each keeps some and rejects some
+    far = torch.tensor([[30.0, -25.0], [30.0, -19.0]])  # log-ratios that are clamped to 20 and -20
+    for name, bound in (("seq_sum_k1", (0.5, 2.0)), ("token_k2", 200.0), ("seq_max_k3", 5e8)):
+        spec = "0.5_2.0" if isinstance(bound, tuple) else str(bound)
+        expected, _ = verl.compute_rollout_rejection_mask(far, torch.ones(2, 2), name, spec)
+        assert gk.rejection_mask(far, torch.zeros(2, 2), {name: bound}).tolist() == expected.bool().tolist()
+        assert expected[0].all()
 
 
 @pytest.mark.parametrize("name", [name for name in REJECTIONS if name.endswith(("binary_kl", "tv"))])
@@ -237,7 +243,7 @@ FUNCTIONS = {
 def test_forms_and_types_of_a_batch(name):
     """Packed, strided, empty, in 16 bits, under autocast, without gradients, with a graph, in another default type."""
     function, (old, rollout, mask) = FUNCTIONS[name], logps(4)
-    rollout[0, 0] = math.nan
+    old, rollout[0, 0] = torch.where(mask, old, math.nan), math.nan  # padding holds anything, and one is unknown
     expected = function(old, rollout, completion_mask=mask)
     offsets = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
     flat = function(old[mask], rollout[mask], cu_seqlens=offsets.int())
