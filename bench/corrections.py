@@ -3,11 +3,12 @@
     OMP_NUM_THREADS=1 python bench/corrections.py [--sequences 400000] [--output bench/results/corrections/cpu.json]
 
 The policy is a Markov chain over 8 tokens, P = softmax(Z). The reward of a completion is its share of token 0, and
-its advantage the reward less the policy's expectation of it, so the gradient by Z is known exactly. The engine
-samples from softmax(Z + noise). Of the estimator g = w A d log p / d Z: bias, |E g - exact| / |exact|, without what
-its standard error explains; cosine, of E g and exact; noise, its variance over that of samples from the policy
-itself: how many times as many completions it takes. The weights of whole sequences without a bound are exact: where
-the difference to their estimates has the smaller standard error, its mean is taken for the bias.
+its advantage the reward less the engine's expectation of it, as in a large group of GRPO. The gradient of the
+policy's expectation by Z is known exactly. The engine samples from softmax(Z + noise). Of the estimator g = w A d log
+p / d Z: bias, |E g - exact| / |exact|, without what its standard error explains; cosine, of E g and exact; noise, its
+variance over that of samples from the policy itself: how many times as many completions it takes. The weights of
+whole sequences without a bound are exact: where the difference to their estimates has the smaller standard error, its
+mean is taken for the bias.
 """
 
 from __future__ import annotations
@@ -107,17 +108,17 @@ def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, f
     g = torch.Generator().manual_seed(0)
     z, noise = torch.randn(2, TOKENS, TOKENS, generator=g, dtype=torch.float64)
     p, engine = z.softmax(1), (z + spread * noise).softmax(1)
-    expected, gradient = exact(z, length)
+    (own_baseline, gradient), (baseline, _) = exact(z, length), exact(z + spread * noise, length)
     own, plain, paired = Moments(), {n: Moments() for n in WEIGHTS}, {n: Moments() for n in WEIGHTS}
     numbers: dict[str, list[Tensor]] = {name: [] for name in WEIGHTS}  # of weights: mean, mean square, share of zeros
     gap = 0.0
     for _ in range(sequences // BATCH):
         states, tokens = sample(p, length, g)
-        advantage = (tokens == 0).double().mean(1) - expected
+        advantage = (tokens == 0).double().mean(1) - own_baseline
         own.add(estimates(p, states, tokens, advantage[:, None].expand_as(states)))
         states, tokens = sample(engine, length, g)
         old, sampled = (x.log()[states, tokens] for x in (p, engine))
-        advantage, found = (tokens == 0).double().mean(1) - expected, {}
+        advantage, found = (tokens == 0).double().mean(1) - baseline, {}
         for name, weights in WEIGHTS.items():
             w = weights(old, sampled, advantage).expand_as(old)
             found[name] = estimates(p, states, tokens, w * advantage[:, None])
@@ -143,6 +144,16 @@ def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, f
     return rows
 
 
+def table(cases: list[dict[str, Any]]) -> str:
+    heads = [f"{c['length']} tokens, {c['rows']['engine']['mean_difference']:.3f} nats" for c in cases]
+    lines = ["| weights | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name in WEIGHTS:
+        rows = [case["rows"][name] for case in cases]
+        cells = [f"{x['bias']:.1%}, {x['cosine']:.3f}, {x['noise']:.2g}" for x in rows]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=400_000)
@@ -152,12 +163,7 @@ def main() -> None:
         {"length": length, "spread": spread, "rows": measure(length, spread, given.sequences)}
         for length, spread in ((256, 0.02), (256, 0.1), (16, 0.3), (256, 0.3))
     ]
-    heads = [f"{c['length']} tokens, {c['rows']['engine']['mean_difference']:.3f} nats" for c in cases]
-    print("| weights | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|")
-    for name in WEIGHTS:
-        rows = [case["rows"][name] for case in cases]
-        cells = [f"{x['bias']:.1%}, {x['cosine']:.3f}, {x['noise']:.2g}" for x in rows]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    print(table(cases))
     if given.output:
         given.output.parent.mkdir(parents=True, exist_ok=True)
         found = {"sequences": given.sequences, "torch": torch.__version__, "cases": cases}

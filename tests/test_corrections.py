@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
+import importlib.util
+import json
 import math
 import random
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import verl_package
+import yaml
 from helpers import call, make_batch, off_policy, packed
 from test_vocab_parallel import run_ranks
 from torch import Tensor
@@ -19,6 +25,8 @@ import grpo_kernels as gk
 from grpo_kernels.corrections import REJECTIONS
 from grpo_kernels.objective.sequences import WEIGHT_LEVELS
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "corrections.md").read_text(encoding="utf-8")
 VERLS = [name for name in REJECTIONS if not name.endswith(("binary_kl", "tv"))]
 
 
@@ -377,3 +385,33 @@ def test_metric_sums_of_parts_are_those_of_the_whole():
             total[name] = [x + y for x, y in zip(pair, total.get(name, (0.0, 0.0)), strict=True)]
     for name, pair in whole.items():
         torch.testing.assert_close(torch.stack(pair), torch.stack(total[name]), rtol=1e-5, atol=1e-5, msg=name)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_committed_numbers_and_its_code_runs():
+    toy, results = importlib.import_module("corrections"), ROOT / "bench" / "results" / "corrections" / "cpu.json"
+    assert toy.table(json.loads(results.read_text())["cases"]) in PAGE
+    case = toy.measure(8, 0.2, toy.BATCH)
+    assert case["none"]["noise"] > 0.5 and case[toy.EXACT]["bias"] < 0.2 and case["engine"]["mean_difference"] > 0.05
+    batch = off_policy(make_batch(2, masked=True))
+    names = dict(hidden=batch.hidden, weight=batch.weight, ids=batch.ids, advantages=batch.advantages)
+    names |= dict(old_logps=batch.options["old_logps"], mask=batch.options["completion_mask"])
+    names["rollout_logps"] = names["old_logps"] + 0.1
+    exec(compile(PAGE.split("```python\n")[1].split("```")[0], "corrections.md", "exec"), names)
+
+
+def test_the_page_has_the_defaults_of_trl_and_verl():
+    trl = pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
+    given = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    names = ("correction", "mode", "clip_max", "clip_min")
+    assert [given[f"vllm_importance_sampling_{name}"] for name in names] == [True, "sequence_mask", 3.0, None]
+    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer" / "config"
+    by_yaml = yaml.safe_load((folder / "algorithm" / "rollout_correction.yaml").read_text())
+    module = ast.parse((folder / "algorithm.py").read_text())
+    (config,) = (x for x in module.body if isinstance(x, ast.ClassDef) and x.name == "RolloutCorrectionConfig")
+    by_class = {x.target.id: ast.literal_eval(x.value) for x in config.body if isinstance(x, ast.AnnAssign)}
+    for found, level in ((by_yaml, None), (by_class, "sequence")):
+        expected = {"rollout_is": level, "rollout_is_threshold": 2.0, "rollout_rs": None}
+        assert expected.items() <= found.items() and not found["rollout_is_batch_normalize"]

@@ -197,9 +197,8 @@ class Measured:
         sizes = batch.others if len(others) else {}  # a loss of log-probabilities has none
         parts = others.split([*sizes.values(), len(others) - sum(sizes.values())])
         self.others = dict(zip([*sizes, "teacher_mass"], parts, strict=True))
-        totals, shape = self.sums.totals, batch.shape
-        sequences = sequences_of(shape, tokens.cu_seqlens, totals.device)
-        self.of_rollout, self.rollout_extrema = rollout_sums(tokens, shape, sequences, totals.dtype)
+        totals = self.sums.totals
+        self.of_rollout, self.rollout_extrema = rollout_sums(tokens, batch.shape, totals.device, totals.dtype)
 
     def pairs(self, sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """metric -> (sum, count) of the metrics that this call has, from sums (..., K); views."""

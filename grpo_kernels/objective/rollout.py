@@ -31,7 +31,7 @@ def log_ratios(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> tuple[
 
 
 def rollout_sums(
-    inputs: TokenInputs, shape: torch.Size, sequences: Sequences, dtype: torch.dtype
+    inputs: TokenInputs, shape: torch.Size, device: torch.device, dtype: torch.dtype
 ) -> tuple[Pairs, dict[str, Tensor]]:
     """Returns (metric -> (sum, count), metric -> extreme) over the unmasked tokens, or their sequences, in `dtype`.
 
@@ -40,57 +40,70 @@ def rollout_sums(
     above where it is at least 1, else from below.
     """
     old, rollout, weights = inputs.old_logps, inputs.rollout_logps, inputs.rollout_weights
+    if weights is None and (old is None or rollout is None):
+        return {}, {}
+    sequences, given = sequences_of(shape, inputs.cu_seqlens, device), inputs.completion_mask
+    mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if given is None else given.reshape(-1) != 0
+    columns, spread = {}, {}  # of tokens
     pairs: Pairs = {}
     extrema: dict[str, Tensor] = {}
-    if weights is None and (old is None or rollout is None):
-        return pairs, extrema
-    given, device = inputs.completion_mask, sequences.offsets.device
-    mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if given is None else given.reshape(-1) != 0
-
-    def add(name: str, x: Tensor, counted: Tensor) -> None:
-        pairs[name] = torch.where(counted, x, 0.0).to(dtype).sum(), counted.sum().to(dtype)
-
-    def add_extrema(name: str, x: Tensor, counted: Tensor) -> None:  # 0 where there is nothing to look at
-        for end, sign in (("min", -1), ("max", 1)):
-            most = torch.cat([torch.where(counted, sign * x, -torch.inf), x.new_full((1,), -torch.inf)]).max()
-            extrema[f"{name}/{end}"] = torch.where(counted.any(), sign * most, 0.0).to(dtype)
-
-    levels = []
+    if weights is not None:
+        w = _flat(weights).to(dtype)
+        w = sequences.to_tokens(w) if is_per_sequence(weights, shape, sequences.count) else w
+        spread["rollout_weight"], columns["rollout_weight/dropped"] = w, w == 0
     if old is not None and rollout is not None:
         own, known = log_ratios(old, rollout, mask)
         lengths, total = sequences.sum(mask.to(own.dtype)), sequences.sum(own)
-        for log_ratio, counted, name in ((own, mask, "rollout_ratio"), (total, lengths > 0, "rollout_ratio_sequence")):
-            found = _ratio(log_ratio)
-            add(f"{name}/mean", found, counted)
-            add(f"{name}/mean_square", found.square(), counted)
-            add_extrema(name, found, counted)
-        for x, name in ((old, "nll/old"), (rollout, "nll/rollout")):
-            add(name, -_flat(x), known)
-        levels = [own, sequences.to_tokens(total), sequences.to_tokens(total / lengths.clamp(min=1))]
-    if weights is not None:
-        w = _flat(weights)
-        w = sequences.to_tokens(w) if is_per_sequence(weights, shape, sequences.count) else w
-        add_extrema("rollout_weight", w, mask)
-        add("rollout_weight/dropped", (w == 0).to(dtype), mask)
-        if levels:
-            free = torch.stack([torch.isclose(w.to(x.dtype), _ratio(x), rtol=NEAR) for x in levels]).any(0)
-            add("rollout_weight/above", (~free & (w >= 1)).to(dtype), mask)
-            add("rollout_weight/below", (~free & (w < 1) & (w != 0)).to(dtype), mask)
-    return pairs, extrema
+        products, ratios = _ratio(total, dtype), _ratio(own, dtype)
+        name = "rollout_ratio_sequence"
+        moments = {f"{name}/mean": products, f"{name}/mean_square": products.square()}
+        pairs, extrema = _summary(moments, {name: products}, lengths > 0, dtype)
+        spread["rollout_ratio"] = ratios
+        columns |= {"rollout_ratio/mean": ratios, "rollout_ratio/mean_square": ratios.square(), "known": known}
+        columns |= {f"nll/{n}": torch.where(known, -_flat(x), 0.0) for n, x in (("old", old), ("rollout", rollout))}
+        if weights is not None:
+            means = _ratio(total / lengths.clamp(min=1), dtype)
+            levels = torch.stack([ratios, sequences.to_tokens(products), sequences.to_tokens(means)])
+            bounded = ((w - levels).abs() > NEAR * levels).all(0)
+            columns["rollout_weight/above"] = bounded & (w >= 1)
+            columns["rollout_weight/below"] = bounded & (w < 1) & (w != 0)
+    of_tokens, of_spread = _summary(columns, spread, mask, dtype)
+    if "known" in of_tokens:
+        count, _ = of_tokens.pop("known")
+        of_tokens |= {name: (of_tokens[name][0], count) for name in ("nll/old", "nll/rollout")}
+    return pairs | of_tokens, extrema | of_spread
+
+
+def _summary(
+    columns: dict[str, Tensor], spread: dict[str, Tensor], counted: Tensor, dtype: torch.dtype
+) -> tuple[Pairs, dict[str, Tensor]]:
+    """Returns (sum, count) of the columns where `counted`, least and largest of what has a spread: 0 without any."""
+    count = counted.sum().to(dtype)
+    sums = torch.where(counted, torch.stack([x.to(dtype) for x in columns.values()]), 0.0).sum(1)
+    x = torch.stack(list(spread.values()))
+    low, high = (torch.where(counted, x, end) for end in (torch.inf, -torch.inf))
+    ends = torch.cat([low.amin(1), high.amax(1)]) if counted.numel() else x.new_zeros(2 * len(x))
+    names = [f"{name}/{end}" for end in ("min", "max") for name in spread]
+    extrema = dict(zip(names, torch.where(count > 0, ends, 0.0).unbind(), strict=True))
+    return {name: (total, count) for name, total in zip(columns, sums.unbind(), strict=True)}, extrema
 
 
 def derived_metrics(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """Returns what follows from (sum, count) of all ranks and micro-batches, 0 where nothing is counted: perplexities;
     of weights w the effective sample size as a share, (sum w)^2 / (n sum w^2), and chi-square, mean(w^2) - 1."""
-    found = {}
-    for name, (total, count) in pairs.items():
-        (kind, _, last), mean = name.rpartition("/"), total / count.clamp(min=1)
-        if last == "mean_square":
-            size = "rollout_ess" if kind == "rollout_weight" else f"{kind}/ess"
-            found[size] = (pairs[f"{kind}/mean"][0] / count.clamp(min=1)) ** 2 / torch.where(mean == 0, 1.0, mean)
-            found[f"{kind}/chi_square"] = torch.where(count > 0, mean - 1, 0.0)
-        elif kind == "nll":
-            found[f"perplexity/{last}"] = torch.where(count > 0, mean.exp(), 0.0)
+    found: dict[str, Tensor] = {}
+    if kinds := [name.removesuffix("/mean_square") for name in pairs if name.endswith("/mean_square")]:
+        total, square = (torch.stack([pairs[f"{kind}/{x}"][0] for kind in kinds]) for x in ("mean", "mean_square"))
+        count = torch.stack([pairs[f"{kind}/mean"][1] for kind in kinds])
+        sizes = total**2 / torch.where(square == 0, 1.0, count * square)
+        distances = torch.where(count > 0, square / count.clamp(min=1) - 1, 0.0)
+        names = ["rollout_ess" if kind == "rollout_weight" else f"{kind}/ess" for kind in kinds]
+        found |= zip(names, sizes.unbind(), strict=True)
+        found |= zip([f"{kind}/chi_square" for kind in kinds], distances.unbind(), strict=True)
+    for engine in ("old", "rollout"):
+        if f"nll/{engine}" in pairs:
+            total, count = pairs[f"nll/{engine}"]
+            found[f"perplexity/{engine}"] = torch.where(count > 0, (total / count.clamp(min=1)).exp(), 0.0)
     return found
 
 
@@ -99,5 +112,5 @@ def _flat(x: Tensor) -> Tensor:
     return x.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
+def _ratio(log_ratio: Tensor, dtype: torch.dtype) -> Tensor:
+    return log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp().to(dtype)
