@@ -9,7 +9,7 @@ with warnings.catch_warnings():
 from .config import GRPOConfig, available_presets
 from .distillation import DistillationOutput, fused_distillation_loss, fused_divergence
 from .kernels import available_backends
-from .logps import fused_logps
+from .logps import fused_logps, sampling_support
 from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .output import GRPOLossOutput
 from .policy import PolicyChunk, fused_policy_loss
@@ -47,4 +47,5 @@ __all__ = [
     "grpo_loss_from_logps",
     "process_advantages",
     "rollout_weights",
+    "sampling_support",
 ]

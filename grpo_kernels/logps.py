@@ -1,4 +1,4 @@
-"""fused_logps: differentiable log-probabilities and entropies from hidden states."""
+"""From hidden states: log-probabilities and entropies, differentiable; the ids that truncated sampling kept."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .checks.plain import full_weight
-from .head.logps_op import logps_from_hidden
-from .head.shared import requires_grad_flags
+from .config import check_count, check_number
+from .head.logps_op import Inputs, logps_from_hidden
+from .head.shared import requires_grad_flags, takes_operator
+from .head.truncation import Truncation, recompute_support
 from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
 from .inputs import check_logps_inputs
 from .sampling_mask import SamplingMask
@@ -69,3 +71,71 @@ def fused_logps(
         call = call._replace(vocab_slice=exchange_and_check(group, hidden, weight, bias, wants, call.description))
     logps, entropies, _ = logps_from_hidden(hidden, weight, bias, call)
     return logps, entropies if entropy else None
+
+
+def sampling_support(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    completion_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    completion_mask: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+) -> SamplingMask:
+    """Recomputes the ids that truncated sampling kept for each token, without (N, V) logits, by vLLM 0.33's rules.
+
+    Of z = softcap(logit_scale * (h W^T + b)) / temperature, each on what the one before left:
+
+        min_p   ids with p >= min_p max(p)
+        top_k   ids with z >= the top_k-th largest z, equal ones too; 0, or V and more: all
+        top_p   the likeliest ids until they have mass top_p, the one that reaches it too. Of equal z at the end the
+                highest ids, where an engine may have any of them
+
+    Then the sampled id, where it is missing. hidden and weight are those of the policy that sampled: one call per
+    rollout serves old, reference and current log-probabilities. Shapes and types as in `fused_logps`; hidden (B, T, H)
+    or (N, H), lm_head_weight (V, H), completion_ids and completion_mask (B, T) or (N,).
+
+    Returns a SamplingMask of int32 ids, without a graph, with `mass`, the probability of the kept ids, and `added`,
+    whether the sampled id was missing. Masked positions have count 0. Logits are float32 (float64 of float64) whatever
+    the inputs are; an engine that rounds them keeps other ids for some tokens (README.md). Penalties, logit bias,
+    banned words and least lengths, which change logits before these rules, cannot be recomputed.
+
+    2 N H V operations; memory: a chunk of logits, up to twice as much besides, and 8 bytes per kept id, half of them at
+    the end. The host waits for the number of ids, part by part of a chunk.
+
+    Raises ValueError, TypeError naming the argument that does not fit; also where nothing is truncated.
+    """
+    rule = check_truncation(top_k, top_p, min_p)
+    inputs, transform = (hidden, lm_head_weight, lm_head_bias), (temperature, logit_scale, logit_softcap)
+    return support_under(rule, inputs, completion_ids, completion_mask, transform)
+
+
+def check_truncation(top_k: object, top_p: object, min_p: object, *, min_p_last: bool = False) -> Truncation:
+    """Returns the rule of these options."""
+    return Truncation(
+        check_count("top_k", top_k, least=0), check_number("top_p", top_p, above=0.0, high=1.0),
+        check_number("min_p", min_p, low=0.0, high=1.0), min_p_last,
+    )  # fmt: skip
+
+
+def support_under(
+    rule: Truncation, inputs: Inputs, ids: Tensor, mask: Tensor | None,
+    transform: tuple[float | Tensor, float, float | None],
+) -> SamplingMask:  # fmt: skip
+    """Returns `sampling_support` by any rule. transform: temperature, logit scale and softcap."""
+    hidden, weight, bias = inputs
+    inputs = hidden, full_weight(weight), full_weight(bias)
+    call = check_logps_inputs("sampling_support", inputs, ids, mask, transform, "auto", entropy=False)
+    vocab_size = len(inputs[1])
+    if not rule.truncates(vocab_size):
+        raise ValueError(
+            f"top_k={rule.top_k}, top_p={rule.top_p} and min_p={rule.min_p} keep all {vocab_size} ids; expected one "
+            "that truncates: without truncation leave sampling_mask out"
+        )
+    takes_operator(hidden, sampling_support=rule)  # none, when traced or compiled: raises
+    return recompute_support(inputs, call, rule)

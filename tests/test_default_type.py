@@ -61,7 +61,7 @@ def flat(x: object) -> list[Tensor]:
     """All tensors of a nested result, in order."""
     if isinstance(x, Tensor):
         return [x]
-    if isinstance(x, (gk.GRPOLossOutput, DistillationOutput)):
+    if isinstance(x, (gk.GRPOLossOutput, gk.SamplingMask, DistillationOutput)):
         x = tuple(vars(x).values())
     elif isinstance(x, dict):
         x = tuple(x.values())

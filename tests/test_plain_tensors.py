@@ -207,6 +207,8 @@ def outcome(function: str, given: dict, view, *, gradients: bool) -> list[Tensor
     own = {name: given[name].clone().requires_grad_() for name in names if isinstance(given.get(name), Tensor)}
     out = getattr(gk, function)(**viewed(given | own, view))
     found = list(out) if isinstance(out, tuple) else [out]
+    if isinstance(out, gk.SamplingMask):
+        found = list(vars(out).values())
     if hasattr(out, "metrics"):
         found = [out.loss, out.entropy, *out.metrics.values()]
     tops = [x for x in found if x.requires_grad]

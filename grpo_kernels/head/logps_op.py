@@ -101,6 +101,7 @@ def open_pass(
     *,
     wants: Sequence[bool] = (False, False, False),
     chunk_rows: Optional[int] = None,
+    logits_dtype: Optional[torch.dtype] = None,
     teacher: AnyTeacher = None,
 ) -> Opened:
     """Prepares the tokens of a call, whose statistics are written to `stats`."""
@@ -110,8 +111,8 @@ def open_pass(
     if theta:
         refuse_capture(device)
     head = LMHead(
-        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, chunk_rows=chunk_rows,
-        vocab_slice=call.vocab_slice,
+        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, logits_dtype=logits_dtype,
+        chunk_rows=chunk_rows, vocab_slice=call.vocab_slice,
         teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
     )  # fmt: skip
     mask, every_row = None if mask is None else mask.reshape(-1).bool(), is_capturing(device)
