@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.generation import logits_process
 
+from ..head.truncation import Truncation, truncate
 from ..integrations.transformers import cache_argument, cache_of, position_ids, takes, unwrap_causal_lm
 from . import RunError
 from .arguments import TrainArguments
@@ -262,28 +262,25 @@ class _Draw:
 
     def __init__(self, arguments: TrainArguments, greedy: bool):
         a, self.greedy = arguments, greedy or arguments.temperature == 0
-        options: Any = (
-            (logits_process.TemperatureLogitsWarper, float(a.temperature), 1.0),
-            (logits_process.TopKLogitsWarper, a.top_k, 0),
-            (logits_process.TopPLogitsWarper, a.top_p, 1.0),
-        )
-        self.warpers = [] if self.greedy else [warper(value) for warper, value, off in options if value != off]
+        self.temperature = 1.0 if self.greedy else float(a.temperature)
+        self.rule = Truncation(a.top_k, a.top_p)
         self.keeps_ids = a.truncates and not self.greedy
 
     def __call__(self, scores: Any) -> tuple[Tensor, Tensor, list[list[int]] | None]:
         """(ids (B,), their log-probabilities (B,) in nats, the ids that truncated sampling kept) of logits (B, V)."""
-        for warper in self.warpers:
-            scores = warper(None, scores)
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        ids = None
+        if self.keeps_ids:
+            keep = truncate(scores, self.rule)
+            scores = scores.masked_fill(~keep, -math.inf)
+            ids = [row.tolist() for row in keep.nonzero()[:, 1].split(keep.sum(1).tolist())]
         logps = scores.log_softmax(-1)
         # Of a row all are NaN or none. multinomial would raise an error of its own, and on a GPU end all work there.
         if bool(logps[:, 0].isnan().any()):
             raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
         drawn = logps.argmax(-1, keepdim=True) if self.greedy else _drawn(logps.exp())
-        kept = None
-        if self.keeps_ids:
-            finite = scores > -math.inf
-            kept = [row.tolist() for row in finite.nonzero()[:, 1].split(finite.sum(1).tolist())]
-        return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), kept
+        return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), ids
 
 
 def _drawn(probabilities: Tensor) -> Tensor:
