@@ -9,7 +9,7 @@ with warnings.catch_warnings():
 from .config import GRPOConfig, available_presets
 from .distillation import DistillationOutput, fused_distillation_loss, fused_divergence
 from .kernels import available_backends
-from .logps import fused_logps
+from .logps import fused_logps, fused_top_k
 from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .output import GRPOLossOutput
 from .policy import PolicyChunk, fused_policy_loss
@@ -42,6 +42,7 @@ __all__ = [
     "fused_grpo_loss",
     "fused_logps",
     "fused_policy_loss",
+    "fused_top_k",
     "group_advantages",
     "grpo_loss_from_logits",
     "grpo_loss_from_logps",

@@ -215,6 +215,7 @@ def good_calls() -> dict[str, dict[str, Any]]:
     return {
         "fused_grpo_loss": of_tokens | options,
         "fused_logps": of_tokens | dict(temperature=per_token, entropy=True),
+        "fused_top_k": head | masked | dict(k=5, temperature=per_token),
         "fused_policy_loss": of_tokens | dict(loss_fn=loss_fn, entropy=True, temperature=0.9),
         "fused_distillation_loss": distilled,
         "fused_divergence": distilled,

@@ -186,6 +186,9 @@ CASES = {
     "top-k no mass": (lambda: taught(top_k(logps=TWO_LOGPS - math.inf, mode="renormalize")), ValueError, "ids[0, 0] has no mass to renormalize"),
     "top-k no id": (lambda: taught(top_k(torch.full((4, 6, 2), -1))), ValueError, "ids[0, 0] has no id"),
     "top-k ids": (lambda: taught(top_k(TWO_IDS + 63)), ValueError, "TopKTeacher.ids holds 70"),
+    "own ids, more than there are": (lambda: taught(gk.Teacher(X, W, top_k=68)), ValueError, "Teacher.top_k=68; expected at most 67"),
+    "own ids and a mask": (lambda: taught(gk.Teacher(X, W, top_k=2, mode="renormalize"), sampling_mask=top_k().sampling_mask), ValueError, "sampling_mask is given with a teacher"),
+    "own ids and sparse": (lambda: taught(gk.Teacher(X, W, top_k=2), config=gk.GRPOConfig(distill_coef=0.7, sparse_backward=0.1)), ValueError, "config.sparse_backward is given with a teacher"),
     "top-k tokens": (lambda: taught(top_k(TWO_IDS[1:], TWO_LOGPS[1:])), ValueError, "(3, 6, 2); expected a row"),
     "top-k gradient": (lambda: taught(top_k(logps=TWO_LOGPS.clone().requires_grad_())), ValueError, "logps requires a gradient"),
 }  # fmt: skip
@@ -280,6 +283,7 @@ REWARDS = dict(rewards=torch.rand(6), num_generations=2)
 STEPS = dict(step_rewards=torch.rand(2, 3), step_ends=torch.tensor([[0, 2, 4]] * 2), length=5, num_generations=2)
 WEIGHTS = dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2))
 ENTROPY = dict(entropy=torch.ones(2, 3))
+K_IDS = dict(hidden=torch.rand(4, 6, 24), lm_head_weight=torch.rand(67, 24))
 OTHERS = [
     (gk.grpo_loss_from_logps, LOGPS, [
         (dict(logps=[0.0]), TypeError, "logps", "list", "torch.Tensor"),
@@ -371,6 +375,33 @@ OTHERS = [
         (dict(logit_scale=0.0), ValueError, "logit_scale=0.0"),
         (dict(hidden=X.to(meta), weight=W.to(meta)), ValueError, "Teacher.hidden is on the meta device"),
         (dict(weight=torch.nn.Linear(3, 4)), TypeError, "Teacher.weight is a Linear", ", and bias=Teacher.weight.bias"),
+        (dict(top_k=0), ValueError, "top_k=0; expected an integer >= 1"),
+        (dict(top_k=2.5), ValueError, "top_k=2.5; expected an integer >= 1"),
+        (dict(top_k=2, mode="top"), ValueError, "mode='top'; expected one of tail, truncate, renormalize"),
+        (dict(mode="truncate"), ValueError, "mode='truncate' has no effect without top_k"),
+    ]),
+    (gk.fused_logps, K_IDS | dict(completion_ids=torch.zeros(4, 6, 3).long()), [
+        (dict(completion_ids=torch.zeros(4, 5, 3).long()), ValueError, "completion_ids has shape (4, 5, 3); expected (4, 6), or (4, 6) and K >= 1 ids"),
+        (dict(completion_ids=torch.zeros(4, 6, 0).long()), ValueError, "completion_ids has shape (4, 6, 0)"),
+        (dict(completion_ids=torch.zeros(4, 6, 1, 1).long()), ValueError, "completion_ids has shape (4, 6, 1, 1)"),
+        (dict(completion_ids=torch.zeros(4, 6, 3)), TypeError, "completion_ids is torch.float32"),
+        (dict(completion_ids=spoiled((4, 6, 3), 67, 1, 2, 0).long()), ValueError, "completion_ids[1, 2, 0] = 67; expected 0 <= id < 67"),
+        (dict(completion_ids=spoiled((4, 6, 3), -1, 1, 2, 0).long()), ValueError, "completion_ids[1, 2, 0] = -1"),
+        (dict(completion_mask=torch.ones(4, 6, 3)), ValueError, "completion_mask has shape (4, 6, 3); expected (4, 6)"),
+        (dict(temperature=torch.ones(4, 6, 3)), ValueError, "temperature has shape (4, 6, 3)"),
+        (dict(sparse_backward=0.1), ValueError, "sparse_backward is given with 3 completion_ids of each token"),
+        (dict(sampling_mask=gk.SamplingMask.from_lists([[[1]] * 6] * 4)), ValueError, "sampling_mask is given with 3 completion_ids"),
+    ]),
+    (gk.fused_top_k, K_IDS | dict(k=3), [
+        (dict(k=0), ValueError, "k=0; expected an integer >= 1"),
+        (dict(k=68), ValueError, "k=68; expected at most 67, the rows of the lm_head"),
+        (dict(k=torch.tensor(2)[None]), ValueError, "k="),
+        (dict(hidden=[1.0]), TypeError, "hidden is a list"),
+        (dict(hidden=torch.rand(24)), ValueError, "hidden has shape (24,)"),
+        (dict(lm_head_weight=torch.rand(67, 23)), ValueError, "lm_head_weight has shape (67, 23)"),
+        (dict(completion_mask=torch.ones(4, 5)), ValueError, "completion_mask has shape (4, 5)"),
+        (dict(temperature=0.0), ValueError, "temperature=0.0"),
+        (dict(backend="opencl"), ValueError, "backend='opencl'"),
     ]),
     (gk.TopKTeacher, dict(ids=TWO_IDS, logps=TWO_LOGPS), [
         (dict(ids=TWO_IDS[..., :0], logps=TWO_LOGPS[..., :0]), ValueError, "shape (4, 6, 0); expected", "K >= 1"),

@@ -65,17 +65,28 @@ def teacher(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
-def test_a_teacher_alone_draws_the_policy_to_it(divergence, teacher, trained):
+@pytest.mark.parametrize(
+    ("divergence", "ids"),
+    [("reverse_kl", {}), ("jsd", {}), ("jsd", {"teacher_top_k": 8}),
+     ("forward_kl", {"teacher_top_k": 8, "teacher_top_k_mode": "renormalize"})],
+)  # fmt: skip
+def test_a_teacher_alone_draws_the_policy_to_it(divergence, ids, teacher, trained):
     """Without rewards: they are neither computed nor logged, and none of their alarms is raised."""
-    options = {"reward_funcs": None, "max_steps": 12, "teacher_model_name_or_path": teacher}
+    options = {"reward_funcs": None, "max_steps": 12, "teacher_model_name_or_path": teacher, **ids}
     options["loss_options"] = {"divergence": divergence}
     records = steps(trained(per_device_train_batch_size=16, **options))
     found = [record["divergence"] for record in records]
     assert found[-1] < 0.8 * found[0] and records[0]["loss"] == pytest.approx(found[0], rel=1e-4)
     assert not any("reward" in record for record in records)
+    assert ("divergence/mass" in records[0]) == (ids == {"teacher_top_k": 8})
     alarms = [alarm["kind"] for record in records for alarm in record.get("warnings", [])]
     assert set(alarms) <= {"truncation"}  # which this model earns
+
+
+def test_more_ids_than_there_are_for_a_teacher(model, data, teacher, tmp_path, capsys):
+    options = {"teacher_model_name_or_path": teacher, "teacher_top_k": 1000}
+    assert training.run(model, data, tmp_path / "run", **options) != 0
+    assert "teacher_top_k=1000: Teacher.top_k=1000; expected at most" in capsys.readouterr().err
 
 
 def test_rewards_beside_a_teacher(teacher, trained):

@@ -101,9 +101,10 @@ def _refuse_meta(name: str, x: Tensor) -> None:
 
 
 def check_lm_head(
-    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
+    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, *, several_ids: bool = False
 ) -> torch.dtype | None:
-    """Checks that hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together.
+    """Checks that hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape, with
+    `several_ids` also K of them per token, fit together.
 
     They have one type, unless the products are computed in another, which is returned.
     """
@@ -132,15 +133,19 @@ def check_lm_head(
             )
     if bias is not None:
         check_shape("lm_head_bias", bias, bias.shape == shape[:1], tuple(shape[:1]))
-    check_ids(ids, hidden.shape[:-1], "hidden")
+    check_ids(ids, hidden.shape[:-1], "hidden", several=several_ids)
     return compute_dtype
 
 
-def check_ids(ids: Tensor, leading: torch.Size, input_name: str) -> None:
-    """Checks the type of completion_ids, and that they have the shape `leading` of the input of this name."""
+def check_ids(ids: Tensor, leading: torch.Size, input_name: str, *, several: bool = False) -> None:
+    """Checks the type of completion_ids, and that they have the shape `leading` of the input of this name; with
+    `several` also (*leading, K)."""
     if ids.dtype not in INTEGERS:
         raise TypeError(f"completion_ids is {ids.dtype}; expected int64")
-    if ids.shape != leading:
+    if several and ids.dim() == len(leading) + 1:
+        fits = ids.shape[:-1] == leading and ids.shape[-1] > 0
+        check_shape("completion_ids", ids, fits, f"{tuple(leading)}, or {tuple(leading)} and K >= 1 ids")
+    elif ids.shape != leading:
         hint = ""
         if len(leading) == 2 and ids.dim() == 2 and leading[1] == ids.shape[1] + 1:
             hint = f"; row t must predict completion_ids[:, t], so drop the last position: {input_name}[:, :-1]"
@@ -282,6 +287,12 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
             expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
             _name_first("completion_ids", ids, wrong, expected, mask)
     check_offsets(cu_seqlens, ids.numel())
+
+
+def check_top_k(name: str, k: int, vocab_size: int) -> None:
+    """Checks that a vocabulary has k ids."""
+    if k > vocab_size:
+        raise ValueError(f"{name}={k}; expected at most {vocab_size}, the rows of the lm_head")
 
 
 def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -> None:

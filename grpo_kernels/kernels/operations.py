@@ -241,6 +241,8 @@ class Backend:
     statistics(chunk: LogitChunk): writes logp, lse and entropy; with a teacher its divergence, offset and lse.
     gradient(chunk: LogitChunk, dlogp (N,), dentropy (N,), out: RowGradients): writes d loss / d logits, from d loss /
         d logp, d loss / d entropy and the statistics.
+    divergence(chunk: LogitChunk) -> (2, C): the shares of a slice of the vocabulary in the divergence and its offset,
+        from log-sum-exps of both sides over the whole vocabulary.
     exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> unit (C,) float32: writes the statistics
         and e^(z - z_id), such that -dlogp * unit times a row of `out` is d loss / d logits where no gradient goes
         through the entropy. One read of the logits, over whose front `out` may lie. `head` is what the logits are a
@@ -269,6 +271,7 @@ class Backend:
     name: str
     statistics: Callable[..., None]
     gradient: Callable[..., None]
+    divergence: Callable[[LogitChunk], Tensor]
     sparse_gradient: Callable[..., None]
     kept_ids: Callable[..., None]
     kept_logits: Callable[..., None]

@@ -20,6 +20,7 @@ import yaml
 from .. import __version__
 from ..config import GRPOConfig, available_presets
 from ..names import ADVANTAGE_SCALES
+from ..teacher import TopKMode
 from . import demo, missing_packages
 from .data import check_path, is_one_split
 from .tasks import ARITHMETIC
@@ -43,6 +44,7 @@ Preset: TypeAlias = Annotated[str, tuple(available_presets())]
 Dtype: TypeAlias = Annotated[str, ("float32", "bfloat16")]
 Tracker: TypeAlias = Annotated[str, ("tensorboard", "trackio", "wandb")]
 Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none")]
+Rest: TypeAlias = Annotated[str, get_args(TopKMode)]
 Scale: TypeAlias = Annotated[str, tuple(ADVANTAGE_SCALES)]
 # Those of transformers that need no arguments and do not follow the loss, which is no measure of progress in GRPO.
 Schedule: TypeAlias = Annotated[
@@ -154,6 +156,8 @@ class TrainArguments:
     loss_options: Json | None = _option(None, "further fields of GRPOConfig, as JSON")
 
     teacher_model_name_or_path: str | None = _option(None, "a model of transformers with the same ids, to distil from")
+    teacher_top_k: Count | None = _option(None, "the policy's likeliest ids that the divergence is over; default: all")
+    teacher_top_k_mode: Rest = _option("tail", "what it takes for the other ids")
 
     learning_rate: Size = _option(1e-6, "of AdamW")
     lr_scheduler_type: Schedule = _option("linear", "schedule of transformers")
@@ -300,8 +304,8 @@ class TrainArguments:
              "share_prompts keeps the keys and values that gradient_checkpointing recomputes: expected one of them"),
             (a.loss == "eager" and a.truncates, "loss='eager' is over all ids: top_p and top_k do not go with it"),
             (teaches and (a.loss == "eager" or a.truncates or config.sparse_backward is not None),
-             "the divergence to a teacher is over all ids, and exact: loss='eager', top_p, top_k and sparse_backward "
-             "do not go with teacher_model_name_or_path"),
+             "a teacher needs the exact loss over all ids: loss='eager', top_p, top_k and sparse_backward do not go "
+             "with teacher_model_name_or_path"),
             (teaches and config.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
             (a.use_vllm and a.truncates and not a.top_k,
              "use_vllm with top_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
@@ -316,7 +320,8 @@ class TrainArguments:
         arithmetic, teacher = a.model_name_or_path is None, a.teacher_model_name_or_path
         for needed, present, names in (
             ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
-            ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta")),
+            ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta", "teacher_top_k")),
+            ("teacher_top_k", a.teacher_top_k, ("teacher_top_k_mode",)),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows")),
             ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode")),

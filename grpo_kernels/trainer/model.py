@@ -278,6 +278,7 @@ class TeacherModel:
 
     def __init__(self, path: str, arguments: TrainArguments, tokenizer: Any, device: torch.device) -> None:
         name = "teacher_model_name_or_path"
+        self.ids: dict[str, Any] = {"top_k": arguments.teacher_top_k, "mode": arguments.teacher_top_k_mode}
         self.lm = load_frozen(path, arguments, name=name).to(device)
         own = _load_tokenizer(path, arguments, name=name).get_vocab()
         if differing := [word for word, i in tokenizer.get_vocab().items() if own.get(word) != i]:
@@ -296,7 +297,7 @@ class TeacherModel:
         ) -> Teacher:
             transform.pop("completion_mask")
             bias = None if lm_head_bias is None else lm_head_bias.detach()[:vocab_size]
-            return Teacher(hidden, weight.detach()[:vocab_size], bias, **transform)
+            return Teacher(hidden, weight.detach()[:vocab_size], bias, **transform, **self.ids)
 
         names = "input_ids", "attention_mask", "completion_ids", "completion_mask"
         teacher: Teacher = fused_forward(self.lm, loss=head, **{name: inputs[name] for name in names})

@@ -20,6 +20,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import get_scheduler
 
+from ..teacher import check_teacher_values
 from . import RunError
 from .adamw import check_state_of, make_optimizer
 from .arguments import TrainArguments, to_json
@@ -143,9 +144,11 @@ class Run:
                 raise ValueError(f"the log-probabilities of its tokens are {logp}; expected weights that are finite")
             if self.teacher is not None:
                 option = "teacher_model_name_or_path"
-                rows = len(self.teacher(self._first_inputs, self.vocab_size).weight)
-                if rows < self.vocab_size:
+                teacher = self.teacher(self._first_inputs, self.vocab_size)
+                if (rows := len(teacher.weight)) < self.vocab_size:
                     raise ValueError(f"its lm_head has {rows} rows, the model's {self.vocab_size}; expected as many")
+                option = "teacher_top_k"
+                check_teacher_values(teacher, self.vocab_size, None)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{option}={getattr(self.arguments, option)}: {error}") from error
 
