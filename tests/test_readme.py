@@ -147,7 +147,8 @@ def test_every_pitfall_of_the_trainers_table_has_its_test():
 # --- the commands of the documents ------------------------------------------------------------------------------------
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "grpo_kernels/trainer/README.md", "grpo_kernels/integrations/README.md",
-             "bench/README.md")  # fmt: skip
+             "bench/README.md", "SECURITY.md", ".github/ISSUE_TEMPLATE/bug.yml",
+             ".github/pull_request_template.md")  # fmt: skip
 PROGRAMS = ("make", "python", "pip", "grpo-kernels", "torchrun", "accelerate", "echo")
 PLACEHOLDERS = {"H": "64", "V": "100", "X": "2.15.0", "NAME": "sapo", "OUTPUT": "runs/first", "...": "", "N": "4"}
 
