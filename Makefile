@@ -39,7 +39,7 @@ SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache_
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo demo-chat test bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo demo-chat test notebook bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
 # The text after ## of each target.
 help:
@@ -54,6 +54,9 @@ demo-chat: $(VENV)/.built $(VENV)/.chat-model ## a chat model of 135M parameters
 
 test: $(VENV)/.peers ## all tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
+
+notebook: $(VENV)/.built ## the notebook of examples/, run from its first cell to its last
+	$(BIN)/python -m pytest --nbmake examples/*.ipynb $(ARGS)
 
 # In a virtual environment of its own, where nothing but the peers has a say in versions.
 bench: ## time and memory against eager PyTorch and the peers, within 20 minutes
