@@ -115,6 +115,14 @@ def test_links_and_files(name):
     assert targets and not [target for target in targets if not target.exists()]
 
 
+def test_the_reference_has_every_public_name_and_integration():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    assert {f"grpo_kernels.{name}" for name in gk.__all__} <= shown
+    modules = {path.stem for path in (ROOT / "grpo_kernels" / "integrations").glob("*.py")} - {"__init__"}
+    assert modules <= {name.split(".")[2] for name in shown if name.startswith("grpo_kernels.integrations.")}
+
+
 def test_map_of_files():
     """ARCHITECTURE.md names every module outside the folders of many, and only files that exist."""
     section = read("ARCHITECTURE.md").split("**The map.**")[1].split("**Dependencies**")[0]
