@@ -1,7 +1,7 @@
 """GRPOConfig: five independent axes (surrogate, ratio level, KL estimator, aggregation, advantages) and their numbers.
 
 A `loss_type` of a trainer is a row of `PRESETS`, nothing else. Field names are TRL's where TRL has one. Sources, papers
-or the trainers that define them: of surrogates in reference.py, of presets in the README's table.
+or the trainers that define them: of surrogates in reference.py, of presets in VARIANTS.md.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 import grpo_kernels as gk
 
 PAGE = Path(__file__).resolve().parents[1] / "VARIANTS.md"
-TABLE = PAGE.read_text(encoding="utf-8").split("|---|---|---|---|\n")[1].split("\n\n")[0]
+TABLE = PAGE.read_text(encoding="utf-8").split("\n|---|---|---|---|\n")[1].split("\n\n")[0]
 LINES = TABLE.splitlines()
 CELLS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in LINES]
 ROWS = {(trainer, option): (config, call) for trainer, option, config, call in CELLS}
