@@ -70,8 +70,11 @@ def generate(
     batch = list(range(len(prompts)))  # the completion of each row
     for length in range(1, arguments.max_completion_length + 1):
         ids, logps, kept = draw(logits)
-        for k, (i, id, logp) in enumerate(zip(batch, ids.tolist(), logps.tolist(), strict=True)):
-            sampled[i].add(id, logp, kept[k] if kept else [], ends)
+        drawn = torch.stack([ids.double(), logps.double()], dim=1).tolist()  # both are exact; a GPU is waited for once
+        if any(math.isnan(logp) for _, logp in drawn):
+            raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
+        for k, (i, (id, logp)) in enumerate(zip(batch, drawn, strict=True)):
+            sampled[i].add(int(id), logp, kept[k] if kept else [], ends)
         going = [k for k, i in enumerate(batch) if not sampled[i].ended]
         if length == arguments.max_completion_length or not _on_any_rank(bool(going), synced, lm.device):
             break
@@ -275,9 +278,6 @@ class _Draw:
         for warper in self.warpers:
             scores = warper(None, scores)
         logps = scores.log_softmax(-1)
-        # Of a row all are NaN or none. multinomial would raise an error of its own, and on a GPU end all work there.
-        if bool(logps[:, 0].isnan().any()):
-            raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
         drawn = logps.argmax(-1, keepdim=True) if self.greedy else _drawn(logps.exp())
         kept = None
         if self.keeps_ids:
@@ -289,7 +289,8 @@ class _Draw:
 def _drawn(probabilities: Tensor) -> Tensor:
     """An id (B, 1) from each row of probabilities (B, V)."""
     if probabilities.device.type != "cpu":
-        return torch.multinomial(probabilities, 1)
+        # Of a row all are NaN or none, which the log-probability says; here it would end all work on the GPU.
+        return torch.multinomial(probabilities.nan_to_num(1.0), 1)
     # multinomial takes V random numbers for a row, on a CPU for as long as a small model takes for its logits.
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     place = torch.rand(len(sums), 1, dtype=torch.float64) * sums[:, -1:]
