@@ -112,6 +112,8 @@ def _one_step(run: Run) -> None:
     if before is not None:
         more = (peak(device) - before) / MIB
         print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
+    if run.bare_policy.decoder is not None and run.bare_policy.decoder.memory:
+        print(f"sampling   {run.bare_policy.decoder.memory}")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
     share = trainer.progress.rollout_numbers["zero_gradient_groups"]
     print(f"groups     {share:.0%} have equal rewards: nothing is learned from them")

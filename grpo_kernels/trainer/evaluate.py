@@ -18,12 +18,13 @@ from . import RunError
 from .arguments import TrainArguments
 from .checkpoint import CONFIG, RUN
 from .data import Prompt, from_json, is_one_split
+from .decoding import choose_decoder
 from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
 from .rewards.answers import reply, text_of
 from .rewards.scoring import BUILT_IN
-from .rollout import Sampler, keeps_cache
+from .rollout import Sampler
 from .run import load_data, make_rewards
 from .sampling import eos_ids
 
@@ -223,9 +224,10 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
     bar, ranks = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Ranks(use_cpu=a.use_cpu)
     policy, ends = Policy(lm), eos_ids(lm, tokenizer)
+    choose_decoder(policy, ranks, a)
     sampler = Sampler(
         policy, tokenizer, a, ends, ranks, Signals(ranks),
-        lambda done, total: bar.set_description(f"evaluation, {done:,}/{total:,}"), keeps_cache(policy, ranks),
+        lambda done, total: bar.set_description(f"evaluation, {done:,}/{total:,}"),
     )  # fmt: skip
     return sampler.for_evaluation, held_out, rewards
 

@@ -25,7 +25,8 @@ from ..teacher import Teacher
 from . import missing_packages
 from .arguments import TrainArguments
 from .data import check_path
-from .sampling import decoding_error, generate
+from .decoding import Decoder, decoding_error
+from .sampling import generate
 from .vllm import check_adapter
 
 
@@ -35,7 +36,7 @@ class Policy(nn.Module):
     policy("loss", **batch, config=config)       -> GRPOLossOutput
     policy("logps", **batch, temperature=1.0)    -> (B, T) nats
     policy("sample", prompts=ids, ...)           -> list[Sampled], see sampling.generate
-    policy("decoding_error", cached=True)        -> Decoding, see sampling.decoding_error
+    policy("decoding_error")                     -> Decoding of its decoder, see decoding.decoding_error
     """
 
     def __init__(self, lm: Any, *, eager: bool = False, share_prompts: bool = False):
@@ -43,13 +44,15 @@ class Policy(nn.Module):
         self.lm = lm
         self.eager = eager
         self.share_prompts = share_prompts
+        self.decoder: Decoder | None = None  # see decoding.choose_decoder
         self._no_split_modules = getattr(lm, "_no_split_modules", None)  # accelerate's units of FSDP2
 
     def forward(self, task: str, **inputs: Any) -> Any:
         if task == "sample":
-            return generate(self.lm, **inputs)
+            return generate(self.lm, decoder=self.decoder, **inputs)
         if task == "decoding_error":
-            return decoding_error(self.lm, **inputs)
+            assert self.decoder is not None
+            return decoding_error(self.decoder)
         inputs["share_prompts"] = self.share_prompts
         if task == "loss":
             return fused_forward(self.lm, loss=eager_loss if self.eager else fused_grpo_loss, **inputs)

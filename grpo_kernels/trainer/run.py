@@ -26,12 +26,13 @@ from .arguments import TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import CONFIG, RUN, STATE, Progress, check_state, claim_folder, norm, prune, read_checkpoint
 from .data import Columns, Prompt, fingerprint, load_prompts
+from .decoding import choose_decoder
 from .files import lock_folder, remove_leftovers, write_atomically, write_text
 from .log import RunLog
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
 from .rewards import Rewards
-from .rollout import Completion, Sampler, infer, keeps_cache
+from .rollout import Completion, Sampler, infer
 from .sampling import eos_ids
 from .tasks import ARITHMETIC
 from .vllm import VLLM
@@ -121,7 +122,8 @@ class Run:
         )  # fmt: skip
         with advice_on_memory(lambda: "set-up"):
             self._score_a_token()
-            cached = vllm is None and keeps_cache(self.policy, self.ranks)
+            if vllm is None:
+                choose_decoder(self.policy, self.ranks, a)
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 self._try_to_save()
@@ -132,7 +134,7 @@ class Run:
         self.signals = Signals(self.ranks)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
         self.log = RunLog(self.folder, self.accelerator, a)
-        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, cached, vllm)
+        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, vllm)
 
     def _score_a_token(self) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
