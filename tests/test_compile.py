@@ -77,7 +77,7 @@ def assert_compiles(name: str, backend: str, **given):
 
 ENTROPY = {
     "loss": dict(entropy_aggregation="loss", entropy_coef=torch.tensor(0.1)),
-    "token_mean": dict(entropy_aggregation="token_mean", entropy_coef=torch.tensor(0.1)),
+    "token_mean": dict(entropy_aggregation="token_mean", entropy_coef=torch.tensor([0.1])),
     "kept_only": dict(entropy_kept_only=True, entropy_threshold=torch.tensor(3.0), entropy_coef=torch.tensor(0.1)),
     "kept_only, a number": dict(entropy_kept_only=True, entropy_threshold=3.0, entropy_coef=torch.tensor(0.1)),
 }
