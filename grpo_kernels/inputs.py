@@ -20,10 +20,11 @@ from .checks.arguments import (
     num_sequences_of,
     temperature_per_token,
 )
-from .checks.plain import check_shape
+from .checks.plain import check_plain, check_shape
 from .config import (
     DEFAULT_CONFIG,
     GRPOConfig,
+    check_count,
     check_flag,
     check_logit_transform,
     check_sparse_backward,
@@ -37,7 +38,7 @@ from .objective.surrogates import SURROGATE_RULES
 from .objective.tokens import TokenInputs
 from .rewards import check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
-from .teacher import Teacher, TopKTeacher, check_teacher
+from .teacher import Teacher, TopKTeacher, check_teacher, is_whole
 
 _PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps", "token_weights")
 _SCALARS = ("normalizer", "num_items_in_batch", "entropy_normalizer")
@@ -111,7 +112,7 @@ def check_loss_inputs(
     if config.distill_coef != 0.0 and teacher is None:
         raise ValueError(f"distill_coef={config.distill_coef} has no effect without a teacher, which is not given here")
     # The ids of a TopKTeacher that are the mask's stand in rows of their own, as the logits of a Teacher do.
-    has_rows = isinstance(teacher, Teacher) or (teacher is not None and sampling_mask is not None)
+    has_rows = is_whole(teacher) or (teacher is not None and sampling_mask is not None)
     backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype, has_teacher=has_rows)
     check_sampling_mask(sampling_mask, per_token.shape, per_token)
     cu_seqlens, mask = options.get("cu_seqlens"), options.get("completion_mask")
@@ -122,7 +123,8 @@ def check_loss_inputs(
     if reads_logits and isinstance(config.temperature, Tensor):
         temperature = temperature_per_token(config.temperature, per_token.shape, num_sequences, per_token, cu_seqlens)
         temperature = temperature.to(per_token.device)
-    device, given = per_token.device, dict[str, Any]()
+    device = per_token.device
+    given: dict[str, Any] = {}
     for name in (*_SCALARS, "entropy_threshold", "entropy_coef"):
         x = options.get(name) if name in _SCALARS else getattr(config, name)
         if x is not None and (name in _SCALARS or isinstance(x, Tensor)):
@@ -220,7 +222,7 @@ def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None, per_token: Tensor) 
 def check_logps_inputs(
     function_name: str,
     inputs: Inputs,
-    ids: Tensor,
+    ids: Tensor | None,
     mask: Tensor | None,
     transform: tuple[float | Tensor, float, float | None],
     backend: str,
@@ -231,28 +233,41 @@ def check_logps_inputs(
     cu_seqlens: Tensor | None = None,
     teacher: Teacher | TopKTeacher | None = None,
     divergence: GRPOConfig = DEFAULT_CONFIG,
+    several_ids: bool = False,
+    top_k: object = None,
 ) -> LogpsCall:
     """Checks the arguments of a public function of log-probabilities, and returns what it computes.
 
-    transform: temperature, logit scale and softcap."""
+    transform: temperature, logit scale and softcap. several_ids: ids may be (..., K). top_k: how many to find where ids
+    are None."""
     hidden, weight, bias = inputs
     temperature, logit_scale, softcap = check_logit_transform(*transform)
     theta = check_sparse_backward(sparse_backward)
     entropy = check_flag("entropy", entropy)
-    compute_dtype = check_lm_head(function_name, hidden, weight, bias, ids)
-    dtype = compute_dtype or hidden.dtype
-    check_teacher(teacher, divergence, hidden, weight, dtype, mask)
-    check_token_tensor("completion_mask", mask, ids.shape, -1, hidden)
-    check_sampling_mask(sampling_mask, ids.shape, hidden)
+    k = 0
+    if ids is None:
+        k = check_count("k", top_k)
+        check_plain("hidden", hidden)
+        ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    compute_dtype = check_lm_head(function_name, hidden, weight, bias, ids, several_ids=several_ids)
+    dtype, one = compute_dtype or hidden.dtype, ids
+    if ids.dim() == hidden.dim():
+        one = ids[..., 0]
+        for name, x in {"sampling_mask": sampling_mask, "sparse_backward": sparse_backward}.items():
+            if x is not None:
+                raise ValueError(f"{name} is given with {ids.shape[-1]} completion_ids of each token; give one of both")
+    check_teacher(teacher, divergence, hidden, weight, dtype)
+    check_token_tensor("completion_mask", mask, one.shape, -1, hidden)
+    check_sampling_mask(sampling_mask, one.shape, hidden)
     per_token, number = None, 1.0
     if isinstance(temperature, Tensor):
-        num_sequences = -1 if cu_seqlens is None and ids.dim() == 1 else num_sequences_of(ids, cu_seqlens)
-        per_token = temperature_per_token(temperature, ids.shape, num_sequences, hidden, cu_seqlens)
+        num_sequences = -1 if cu_seqlens is None and one.dim() == 1 else num_sequences_of(one, cu_seqlens)
+        per_token = temperature_per_token(temperature, one.shape, num_sequences, hidden, cu_seqlens)
         per_token = per_token.detach().to(hidden.device)
     else:
         number = float(temperature)
     kept = () if sampling_mask is None else (sampling_mask.ids, sampling_mask.counts)
     numbers = number, float(logit_scale), float(softcap or 0.0), theta
-    name = choose_backend(backend, hidden.device, dtype, has_teacher=isinstance(teacher, Teacher))
+    name = choose_backend(backend, hidden.device, dtype, has_teacher=is_whole(teacher))
     tokens = LogpsTokens(ids, mask, per_token, *kept)
-    return LogpsCall(tokens, numbers, entropy, name, compute_dtype, teacher=teacher, divergence=divergence)
+    return LogpsCall(tokens, numbers, entropy, name, compute_dtype, k, teacher=teacher, divergence=divergence)

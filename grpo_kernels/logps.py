@@ -1,15 +1,19 @@
-"""fused_logps: differentiable log-probabilities and entropies from hidden states."""
+"""From hidden states: log-probabilities and entropies, differentiable; the likeliest ids; those that truncated sampling
+kept."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from .checks.plain import full_weight
-from .head.logps_op import logps_from_hidden
-from .head.shared import requires_grad_flags
+from .config import check_count, check_number
+from .head.logps_op import Inputs, LogpsCall, logps_from_hidden
+from .head.shared import requires_grad_flags, takes_operator
+from .head.truncation import Truncation, recompute_support
 from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
 from .inputs import check_logps_inputs
 from .sampling_mask import SamplingMask
@@ -39,8 +43,10 @@ def fused_logps(
         z = softcap(logit_scale * (h W^T + b)) / temperature,  logp = z[id] - logsumexp(z),  entropy = -sum p log p
 
     Shapes and types as in `fused_grpo_loss`: hidden (B, T, H) or (N, H), lm_head_weight (V, H), completion_ids (B, T)
-    or (N,); temperature a number, or one value per token or, for (B, T), per sequence: (B,) or (B, 1). Returns float32
-    tensors (float64 from float64) of the shape of completion_ids, in nats, 0 at masked positions.
+    or (N,), or K of them per token, (B, T, K) or (N, K), in any order, which may repeat; temperature a number, or one
+    value per token or, for (B, T), per sequence: (B,) or (B, 1). Returns float32 tensors (float64 from float64) in
+    nats, 0 at masked positions: log-probabilities of the shape of completion_ids, entropies of the tokens. K ids share
+    the products and the log-sum-exp of one; they go with neither sampling_mask nor sparse_backward.
 
     sampling_mask: only over the ids that truncated sampling kept for each token, as in `fused_grpo_loss`.
     sparse_backward: as in `GRPOConfig`, for the backward.
@@ -52,20 +58,131 @@ def fused_logps(
 
     Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
     """
-    group = vocab_parallel_group
-    weight, bias = lm_head_weight, lm_head_bias
+    weight, bias, call = _checked(
+        "fused_logps", (hidden, lm_head_weight, lm_head_bias), vocab_parallel_group, completion_ids, completion_mask,
+        (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
+        sparse_backward=sparse_backward, several_ids=True,
+    )  # fmt: skip
+    logps, entropies, *_ = logps_from_hidden(hidden, weight, bias, call)
+    return logps, entropies if entropy else None
+
+
+def fused_top_k(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    k: int,
+    *,
+    completion_mask: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Finds the k likeliest ids of each token, without (N, V) logits: one product, and O(N k) memory beside a chunk.
+
+    Arguments as in `fused_logps`; k of [1, V]. Returns (ids, logps), (B, T, k) or (N, k): int64, the likeliest first,
+    of equal logits the smaller id, -1 at masked positions; float32 nats (float64 from float64), 0 at masked positions.
+    Without a graph: `fused_logps` of these ids is differentiable.
+
+    Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
+
+    Example:
+        >>> hidden, weight = torch.randn(4, 6, 32), torch.randn(100, 32)
+        >>> ids, logps = fused_top_k(hidden, weight, 5)
+        >>> torch.allclose(fused_logps(hidden, weight, ids)[0], logps)
+        True
+    """
+    with torch.no_grad():
+        weight, bias, call = _checked(
+            "fused_top_k", (hidden, lm_head_weight, lm_head_bias), vocab_parallel_group, None, completion_mask,
+            (temperature, logit_scale, logit_softcap), backend, entropy=False, top_k=k,
+        )  # fmt: skip
+        logps, _, _, found = logps_from_hidden(hidden, weight, bias, call)
+    return cast(Tensor, found), logps
+
+
+def _checked(
+    function_name: str, inputs: Inputs, group: ProcessGroup | None, *given: Any, **options: Any
+) -> tuple[Tensor, Tensor | None, LogpsCall]:
+    """Returns weight, bias and the call that `check_logps_inputs` makes, on which the ranks of a group agree."""
+    hidden, weight, bias = inputs
     if group is None:
         weight, bias = full_weight(weight), full_weight(bias)
     else:
         check_group(group)
     with nullcontext() if group is None else broadcast_failure(group, hidden):
-        call = check_logps_inputs(
-            "fused_logps", (hidden, weight, bias), completion_ids, completion_mask,
-            (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
-            sparse_backward=sparse_backward,
-        )  # fmt: skip
+        call = check_logps_inputs(function_name, (hidden, weight, bias), *given, **options)
     if group is not None:
         wants = requires_grad_flags(hidden, weight, bias)
         call = call._replace(vocab_slice=exchange_and_check(group, hidden, weight, bias, wants, call.description))
-    logps, entropies, _ = logps_from_hidden(hidden, weight, bias, call)
-    return logps, entropies if entropy else None
+    return weight, bias, call
+
+
+def sampling_support(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    completion_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    completion_mask: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+) -> SamplingMask:
+    """Recomputes the ids that truncated sampling kept for each token, without (N, V) logits, by vLLM 0.33's rules.
+
+    Of z = softcap(logit_scale * (h W^T + b)) / temperature, each on what the one before left:
+
+        min_p   ids with p >= min_p max(p)
+        top_k   ids with z >= the top_k-th largest z, equal ones too; 0, or V and more: all
+        top_p   the likeliest ids until they have mass top_p, the one that reaches it too. Of equal z at the end the
+                highest ids, where an engine may have any of them
+
+    Then the sampled id, where it is missing. hidden and weight are those of the policy that sampled: one call per
+    rollout serves old, reference and current log-probabilities. Shapes and types as in `fused_logps`; hidden (B, T, H)
+    or (N, H), lm_head_weight (V, H), completion_ids and completion_mask (B, T) or (N,).
+
+    Returns a SamplingMask of int32 ids, without a graph, with `mass`, the probability of the kept ids, and `added`,
+    whether the sampled id was missing. Masked positions have count 0. Logits are float32 (float64 of float64) whatever
+    the inputs are; an engine that rounds them keeps other ids for some tokens (README.md). Penalties, logit bias,
+    banned words and least lengths, which change logits before these rules, cannot be recomputed.
+
+    2 N H V operations; memory: a chunk of logits, about as much again, and 4 bytes per kept id, whose number the host
+    waits for, part by part.
+
+    Raises ValueError, TypeError naming the argument that does not fit; also where nothing is truncated.
+    """
+    rule = check_truncation(top_k, top_p, min_p)
+    inputs, transform = (hidden, lm_head_weight, lm_head_bias), (temperature, logit_scale, logit_softcap)
+    return support_under(rule, inputs, completion_ids, completion_mask, transform)
+
+
+def check_truncation(top_k: object, top_p: object, min_p: object, *, min_p_last: bool = False) -> Truncation:
+    """Returns the rule of these options."""
+    return Truncation(
+        check_count("top_k", top_k, least=0), check_number("top_p", top_p, above=0.0, high=1.0),
+        check_number("min_p", min_p, low=0.0, high=1.0), min_p_last,
+    )  # fmt: skip
+
+
+def support_under(
+    rule: Truncation, inputs: Inputs, ids: Tensor, mask: Tensor | None,
+    transform: tuple[float | Tensor, float, float | None],
+) -> SamplingMask:  # fmt: skip
+    """Returns `sampling_support` by any rule. transform: temperature, logit scale and softcap."""
+    hidden, weight, bias = inputs
+    inputs = hidden, full_weight(weight), full_weight(bias)
+    call = check_logps_inputs("sampling_support", inputs, ids, mask, transform, "auto", entropy=False)
+    vocab_size = len(inputs[1])
+    if not rule.truncates(vocab_size):
+        raise ValueError(
+            f"top_k={rule.top_k}, top_p={rule.top_p} and min_p={rule.min_p} keep all {vocab_size} ids; expected one "
+            "that truncates: without truncation leave sampling_mask out"
+        )
+    takes_operator(hidden, sampling_support=rule)  # none, when traced or compiled: raises
+    return recompute_support(inputs, call, rule)

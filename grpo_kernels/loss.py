@@ -102,8 +102,8 @@ def fused_grpo_loss(
             config.distill_coef times (config.divergence). Like the KL, it is no part of the surrogate. With the
             reference model as the teacher and "reverse_kl" this is GRPO with the exact KL, where k1, k2 and k3 estimate
             it from the sampled id; leave beta at 0 then. It costs the teacher's product, N H' V, and a second chunk of
-            logits. Not with config.sparse_backward, vocab_parallel_group or torch.compile; with a sampling_mask where
-            it is a TopKTeacher's own.
+            logits; with `top_k` see there. Or a `TopKTeacher`. With vocab_parallel_group a Teacher has this rank's rows
+            of its weight. Not with config.sparse_backward; with a sampling_mask where it is a TopKTeacher's own.
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
     Returns:
@@ -146,7 +146,7 @@ def fused_grpo_loss(
         check_logits_dtype(config.logits_dtype, dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
-        check_teacher(teacher, config, hidden, weight, dtype, options.get("completion_mask"))
+        check_teacher(teacher, config, hidden, weight, dtype)
         if teacher is not None:
             refuse_with_teacher(teacher, sampling_mask, group, config)
         batch = check_loss_inputs(

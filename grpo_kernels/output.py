@@ -24,7 +24,8 @@ class GRPOLossOutput:
     These are tensors, computed at first access:
 
     metrics: name -> scalar; with an entropy bonus there is policy_loss, the loss without it. metric_sums: name ->
-        (sum, count), to be added over ranks and micro-batches.
+        (sum, count), to be added over ranks and micro-batches. Both read old_logps, rollout_logps and rollout_weights
+        of the call when they are first asked for.
     sequences: name -> (S,): loss (the sequence's share: the shares add up to `loss`), tokens, and the mean of each
         metric over the sequence's tokens (0 for a sequence without tokens).
     groups: name -> (num_groups,), when groups are given: loss (the group's share), kl, clip_ratio, tokens, and from

@@ -1,4 +1,4 @@
-"""Advantages from rewards, and importance weights where another engine has sampled."""
+"""Advantages from rewards, and the threshold of an entropy mask."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from .checks.arguments import (
 from .checks.plain import check_kind, check_shape
 from .config import check_count, check_ddof, check_number, check_one_of
 from .head.shared import is_traced
-from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT
-from .objective.sequences import WEIGHT_LEVELS
+from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
 
 _FINITE = "a finite number: smaller rewards, or a scale that divides by their deviation"
 _REWARD = "a finite number, or NaN for no verdict"
@@ -202,17 +201,6 @@ def _(rewards, group_index, num_groups, *_):  # type: ignore[no-untyped-def]
     return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
 
 
-def _statistics_of_rows(
-    rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the same of rewards and weights (num_groups, size), a group in each row, NaN where a row has fewer."""
-    if rewards.dtype != torch.float64:
-        return _statistics_in_float64(rewards, weights, scale, baseline, ddof, eps)
-    unit = _unit(rewards, (0, 1) if scale == "batch" else (1,))
-    found, mean, std = _statistics_in_float64(rewards / unit, weights, scale, baseline, ddof, eps / unit)
-    return found * unit if scale == "none" else found, mean * unit.view(-1), std * unit.view(-1)
-
-
 def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Returns the largest power of two within the largest |x| along `dims`, which are kept; 1 for 0. In units of it
     squares neither overflow nor vanish, and quotients by it are exact. x is float64; NaN is left out."""
@@ -221,19 +209,23 @@ def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.where(unit > 0, unit, 1.0)
 
 
-def _statistics_in_float64(
-    rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float | Tensor
+def _statistics_of_rows(
+    rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `_statistics_of_rows` of rewards whose squares float64 holds."""
+    """Returns the same of rewards and weights (num_groups, size), a group in each row, NaN where a row has fewer."""
 
     def std_of(centred: Tensor, count: Tensor, dim: tuple[int, ...]) -> Tensor:
         return (centred.square().nansum(dim, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
 
     valid = rewards == rewards  # not NaN
-    r = rewards.double()
+    r, is_wide = rewards.double(), rewards.dtype == torch.float64
+    unit: Tensor | float = 1.0  # of float32 rewards float64 holds the squares
+    if is_wide:
+        unit = _unit(rewards, (0, 1) if scale == "batch" else (1,))
+        r = r / unit
     count = valid.sum(1, keepdim=True, dtype=torch.float64)
     mean = r.nansum(1, keepdim=True) / count  # NaN for a group without a verdict
-    if rewards.dtype == torch.float64:  # the rounded mean of equal rewards need not equal them; of float32 it does
+    if is_wide:  # the rounded mean of equal rewards need not equal them; of float32 it does
         low = torch.where(valid, r, torch.inf).amin(1, keepdim=True)
         mean = torch.where(((r == low) | ~valid).all(1, keepdim=True), low, mean)
     centred = r - mean
@@ -254,12 +246,14 @@ def _statistics_in_float64(
     else:
         advantages = r
     if scale == "group":
-        advantages = advantages / (std + eps)
+        advantages = advantages / (std + eps / unit)
     elif scale == "mean":
         advantages = torch.where(mean > 0, advantages / mean, 0.0)
     elif scale == "batch":
         number = count.sum()
-        advantages = advantages / (std_of(r - r.nansum() / number, number, (0, 1)) + eps)
+        advantages = advantages / (std_of(r - r.nansum() / number, number, (0, 1)) + eps / unit)
+    if is_wide:
+        mean, std, advantages = mean * unit, std * unit, advantages * unit if scale == "none" else advantages
     advantages = torch.where(valid, advantages, 0.0)
     return advantages.to(rewards.dtype), mean.flatten().to(rewards.dtype), std.flatten().to(rewards.dtype)
 
@@ -339,62 +333,6 @@ def check_rewards(rewards: Tensor, dims: int = 1, name: str = "rewards") -> None
     check_shape(name, rewards, rewards.dim() == dims and rewards.shape[0] > 0, f"{shape} with B >= 1")
     if rewards.dtype not in NUMBERS:
         raise TypeError(f"{name} is {rewards.dtype}; expected real numbers")
-
-
-def rollout_weights(
-    old_logps: Tensor,
-    rollout_logps: Tensor,
-    *,
-    completion_mask: Tensor | None = None,
-    level: str = "token",
-    mode: str = "truncate",
-    cap: float = 2.0,
-    low: float | None = None,
-    veto: float | None = None,
-) -> Tensor:
-    """Returns weights w = exp(old_logps - rollout_logps), for `fused_grpo_loss(rollout_weights=...)`.
-
-    old_logps, rollout_logps (B, T) nats; a NaN rollout log-probability counts as w = 1.
-    level, as GRPOConfig.importance_sampling_level: "token" -> (B, T); "sequence" (OpenRLHF, verl) and "sequence_sum"
-    (TRL): the exponential of the mean or the sum of the log-ratios over unmasked tokens -> (B,).
-    mode: "truncate" clamps w to [low, cap], low by default 0 (truncated importance sampling; TRL's clip_min and
-    clip_max); "mask" keeps w inside [low, cap], low by default 0.5, and is 0 outside (masked importance sampling);
-    "sequence_mask" keeps the tokens' w, without a bound, of sequences whose exp(mean log-ratio) is inside.
-    veto: a sequence with a token whose own ratio is below it gets 0 (1e-4 in verl and slime); None: none does.
-    """
-    check_float("old_logps", old_logps)
-    check_shape("old_logps", old_logps, old_logps.dim() == 2, "(B, T)")
-    for name, x in (("rollout_logps", rollout_logps), ("completion_mask", completion_mask)):
-        check_token_tensor(name, x, old_logps.shape, old_logps.shape[0], old_logps)
-    check_tensor("rollout_logps", rollout_logps)
-    check_one_of("level", level, WEIGHT_LEVELS)
-    check_one_of("mode", mode, ("truncate", "mask", "sequence_mask"))
-    if mode == "sequence_mask" and level != "token":
-        raise ValueError(f"mode='sequence_mask' with level={level!r}; expected 'token', whose weights it keeps or not")
-    cap = check_number("cap", cap, above=0.0)
-    if veto is not None:
-        veto = check_number("veto", veto, low=0.0)
-    if low is None:
-        low = 0.0 if mode == "truncate" else 0.5
-    low = check_number("low", low, low=0.0)
-    if not low < cap:
-        raise ValueError(f"low={low}, cap={cap}; expected 0 <= low < cap")
-    mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
-    check_numbers("old_logps", old_logps, mask)
-    log_w = torch.where(mask & ~rollout_logps.isnan(), (old_logps - rollout_logps).detach(), 0.0)
-    own, mean = log_w, log_w.sum(1) / mask.sum(1).clamp(min=1)
-    if level != "token":
-        log_w = mean if level == "sequence" else log_w.sum(1)
-    w = log_w.clamp(max=EXPONENT_LIMIT).exp()
-    if mode == "truncate":
-        w = w.clamp(low, cap)
-    else:
-        judged = w if mode == "mask" else mean.clamp(max=EXPONENT_LIMIT).exp()[:, None]
-        w = torch.where((judged >= low) & (judged <= cap), w, 0.0)
-    if veto is not None:
-        refused = (own.exp() < veto).any(1)
-        w = w.masked_fill(refused if level != "token" else refused[:, None], 0.0)
-    return w
 
 
 def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, top: float = 0.2) -> Tensor:

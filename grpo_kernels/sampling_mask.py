@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks.arguments import check_kept_ids
+from .checks.arguments import check_kept_ids, check_tensor
 from .checks.plain import check_integers, check_kind, check_plain, check_shape
 from .config import as_python
 
@@ -19,6 +19,8 @@ from .config import as_python
 class SamplingMask:
     """ids (M,) int32 or int64: the kept ids of all tokens one after another, ascending and distinct within a token;
     counts (B, T) or packed (N,) int32 or int64: how many each token has. Count 0: the whole vocabulary.
+    Of `sampling_support`, like counts: mass, floats, the probability that the kept ids have among all under the policy
+    that it was given; added, bool: the sampled id was not among them. Both are 0 at masked positions.
 
     The sampled id of a token belongs to its kept ids; where rounding in the sampling engine left it out, the loss adds
     it (metric `sampling_mask/added`). old_logps, ref_logps and rollout_logps are log-probabilities under the same mask.
@@ -29,12 +31,18 @@ class SamplingMask:
 
     ids: Tensor
     counts: Tensor
+    mass: Tensor | None = None
+    added: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, x in (("ids", self.ids), ("counts", self.counts)):
             check_integers(f"SamplingMask.{name}", x)
         check_shape("SamplingMask.ids", self.ids, self.ids.dim() == 1, "(M,), one token after another")
         check_shape("SamplingMask.counts", self.counts, self.counts.dim() in (1, 2), "(B, T) or packed (N,)")
+        for name, of_token in (("mass", self.mass), ("added", self.added)):
+            if of_token is not None:
+                check_tensor(f"SamplingMask.{name}", of_token, self.counts)
+                check_shape(f"SamplingMask.{name}", of_token, of_token.shape == self.shape, tuple(self.shape))
         if self.ids.device != self.counts.device:
             raise ValueError(f"SamplingMask.counts is on {self.counts.device}, ids on {self.ids.device}; expected one")
         check_kept_ids(self.ids, self.counts)
@@ -93,7 +101,8 @@ class SamplingMask:
 
     def to(self, device: torch.device | str | int) -> SamplingMask:
         """Returns the same on another device."""
-        return SamplingMask(self.ids.to(device), self.counts.to(device))
+        mass, added = (None if x is None else x.to(device) for x in (self.mass, self.added))
+        return SamplingMask(self.ids.to(device), self.counts.to(device), mass, added)
 
     def __getitem__(self, rows: slice | Tensor | Iterable[int]) -> SamplingMask:
         """Returns sequences of a (B, T) mask, tokens of a packed one: a slice, indices or bools. Reads the device."""
@@ -105,7 +114,8 @@ class SamplingMask:
         per_row = self.counts.reshape(len(self.counts), -1).sum(1)
         starts, taken = per_row.cumsum(0) - per_row, per_row[wanted]
         begin = torch.repeat_interleave(starts[wanted] - (taken.cumsum(0) - taken), taken)
-        return SamplingMask(self.ids[begin + torch.arange(begin.numel(), device=begin.device)], counts)
+        mass, added = (None if x is None else x[wanted] for x in (self.mass, self.added))
+        return SamplingMask(self.ids[begin + torch.arange(begin.numel(), device=begin.device)], counts, mass, added)
 
 
 def _is_list(x: object) -> bool:

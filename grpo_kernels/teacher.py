@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor
 
-from .checks.arguments import check_float, check_tensor, checks_values, products_dtype
-from .checks.plain import check_integers, check_plain, check_shape
+from .checks.arguments import check_float, check_tensor, check_top_k, checks_values, products_dtype
+from .checks.plain import check_integers, check_shape
 from .config import GRPOConfig, check_count, check_logit_transform, check_one_of
 from .sampling_mask import SamplingMask, check_sampling_mask
 
@@ -30,6 +30,11 @@ class Teacher:
     policy's. Nothing requires a gradient: none goes to the teacher. logit_scale and logit_softcap of a model:
     `grpo_kernels.logit_transform.logit_transform(model.config)`.
 
+    top_k: K of [1, V] for the divergence over the policy's K likeliest ids of each token (ties by id), which are
+    constants; None: over the whole vocabulary. mode: what it takes for the other ids, as in `TopKTeacher`. With
+    "renormalize" the teacher costs 2 N K H' operations, with "tail" and "truncate", whose q of an id is relative to the
+    whole vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K).
+
     Raises TypeError or ValueError, by name, for tensors that do not fit together.
     """
 
@@ -38,6 +43,8 @@ class Teacher:
     bias: Tensor | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    top_k: int | None = None
+    mode: TopKMode = "tail"
 
     def to(self, device: torch.device | str | int) -> Teacher:
         """Returns the same on another device."""
@@ -58,6 +65,11 @@ class Teacher:
         _, scale, softcap = check_logit_transform(1.0, self.logit_scale, self.logit_softcap)
         object.__setattr__(self, "logit_scale", scale)
         object.__setattr__(self, "logit_softcap", softcap)
+        check_one_of("mode", self.mode, get_args(TopKMode))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", check_count("top_k", self.top_k))
+        elif self.mode != "tail":
+            raise ValueError(f"mode={self.mode!r} has no effect without top_k; give both, or leave it out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +153,11 @@ class TopKTeacher:
         return cls(ids, logps, mode)
 
 
+def is_whole(teacher: object) -> TypeGuard[Teacher]:
+    """Returns whether logits of a teacher over the whole vocabulary stand beside the policy's."""
+    return isinstance(teacher, Teacher) and teacher.top_k is None
+
+
 def _top_pairs(token: Any) -> list[tuple[int, float]]:
     """Returns (id, log-probability) of a token's entries."""
     if token is None:
@@ -162,30 +179,22 @@ def _top_pairs(token: Any) -> list[tuple[int, float]]:
 def refuse_with_teacher(
     teacher: Teacher | TopKTeacher, sampling_mask: SamplingMask | None, group: object, config: GRPOConfig
 ) -> None:
-    if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize":
+    if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and not group:
         own = teacher.sampling_mask
         check_sampling_mask(sampling_mask, teacher.ids.shape[:-1], teacher.ids)
         pairs = (own.ids, sampling_mask.ids), (own.counts, sampling_mask.counts)
         if not all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs):
             raise ValueError("sampling_mask holds other ids than the TopKTeacher; expected its own sampling_mask")
         sampling_mask = None
-    given = {"sampling_mask": sampling_mask, "vocab_parallel_group": group}
-    for name, x in (given | {"config.sparse_backward": config.sparse_backward}).items():
+    for name, x in {"sampling_mask": sampling_mask, "config.sparse_backward": config.sparse_backward}.items():
         if x is not None:
             raise ValueError(
                 f"{name} is given with a teacher; give one. A TopKTeacher with mode 'renormalize' takes its own "
-                "sampling_mask"
+                "sampling_mask, without a vocab_parallel_group"
             )
 
 
-def check_teacher(
-    teacher: object,
-    config: GRPOConfig,
-    hidden: Tensor,
-    weight: Tensor,
-    dtype: torch.dtype,
-    mask: Tensor | None = None,
-) -> None:
+def check_teacher(teacher: object, config: GRPOConfig, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     """Checks a teacher against the policy's hidden states and weight, whose products are in `dtype`, and config."""
     if teacher is None:
         if config.distill_coef != 0.0:
@@ -206,19 +215,21 @@ def check_teacher(
     check_shape(name, x, fits, f"a row for each row of hidden, {leading} before its last dimension")
     if isinstance(teacher, Teacher):
         _check_head(teacher, tensors, weight, dtype)
-    elif checks_values(hidden.device):
-        _check_top_k(teacher, len(weight), mask)
 
 
-def _check_top_k(teacher: TopKTeacher, vocab_size: int, mask: Tensor | None) -> None:
+def check_teacher_values(teacher: Teacher | TopKTeacher | None, vocab_size: int, mask: Tensor | None) -> None:
+    """Checks top_k, or the ids of a TopKTeacher, against the rows of the whole lm_head."""
+    if isinstance(teacher, Teacher) and teacher.top_k is not None:
+        check_top_k("Teacher.top_k", teacher.top_k, vocab_size)
+    if not isinstance(teacher, TopKTeacher) or not checks_values(teacher.ids.device):
+        return
     highest = int(teacher.ids.max()) if teacher.ids.numel() else -1
     if highest >= vocab_size:
         raise ValueError(f"TopKTeacher.ids holds {highest}; expected ids < {vocab_size}, the rows of lm_head_weight")
     empty = (teacher.ids < 0).all(-1)
     excluded = (torch.where(teacher.ids < 0, -math.inf, teacher.logps) == -math.inf).all(-1) & ~empty
     wrong = empty | excluded if teacher.mode == "renormalize" else empty
-    if isinstance(mask, Tensor) and mask.shape == wrong.shape:
-        check_plain("completion_mask", mask)
+    if mask is not None:
         wrong = wrong & mask.bool()
     if bool(wrong.any()):
         place = wrong.nonzero()[0]

@@ -10,6 +10,10 @@ from typing import Any
 _IN_THE_LOOP: dict[str, tuple[tuple[object, ...], str]] = {
     "cast_lm_head_to_fp32": ((False,), "pass hidden.float() and lm_head_weight.float(), outside of autocast"),
     "disable_dropout": ((False,), "take the dropout out of the model"),
+    **{
+        name: (off, "pass sampling_mask=sampling_support(..., top_k=, top_p=, min_p=) of the policy that sampled")
+        for name, off in (("min_p", (None, 0.0)), ("top_k", (0, -1)), ("top_p", (1.0,)))
+    },
     "mask_truncated_completions": ((False,), "pass a completion_mask of 0 for completions without an end"),
     "multi_objective_aggregation": (
         ("sum_then_normalize",), "pass advantages=combine_advantages(rewards, weights, num_generations=...)"

@@ -31,7 +31,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("exponentials", Bound<gk::cuda::exponentials>::call);
     m.def("objective", Bound<gk::cuda::objective>::call);
     m.def("scale", Bound<gk::cuda::scale>::call);
-    m.def("supports_fused", Bound<gk::cuda::supports_fused>::call);
+    m.def("has_products", gk::cuda::has_products);
     m.def("fused_workspace", Bound<gk::cuda::fused_workspace>::call);
     m.def("fused_exponentials", Bound<gk::cuda::fused_exponentials>::call);
     m.def("fused_logp", Bound<gk::cuda::fused_logp>::call);

@@ -31,7 +31,7 @@ from grpo_kernels.kernels.operations import (
     TokenMask,
     chunk_row_stride,
 )
-from grpo_kernels.kernels.triton.backend import load
+from grpo_kernels.kernels.triton.backend import TRITON as BACKEND
 from grpo_kernels.names import DIVERGENCES
 from grpo_kernels.objective.aggregation import Lengths
 from grpo_kernels.objective.sequences import Sequences
@@ -39,11 +39,9 @@ from grpo_kernels.objective.tokens import Rules, Tokens
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
-SMALLEST = {"vocab": 1, "width": 1}
 SINGLE, HALF, INDEX = torch.float32, torch.bfloat16, torch.int64
 PLAIN, CAPPED = LogitTransform(), LogitTransform(softcap=30.0)
 CPU = torch.device("cpu")
-BACKEND = load()
 
 
 def vector(rows: int, dtype: torch.dtype = SINGLE) -> Tensor:
@@ -233,10 +231,10 @@ CASES = {
     "fused_exponentials, bf16, V = 97": Case(lambda n: fused_exponentials(head(n, **SMALL))),
     "statistics, one row, V = 1": Case(lambda n: statistics(n, SINGLE, 1), rows=1),
     "gradient, one row, V = 1": Case(lambda n: gradient(n, SINGLE, HALF, 1), rows=1),
-    "exponentials, one row, V = H = 1": Case(lambda n: exponentials(n, SINGLE, **SMALLEST), rows=1),
+    "exponentials, one row, V = H = 1": Case(lambda n: exponentials(n, SINGLE, vocab=1, width=1), rows=1),
     "sparse gradient, one row, V = 1": Case(lambda n: sparse_gradient(n, SINGLE, 1), rows=1),
-    "fused_logp, one row, V = H = 1": Case(lambda n: fused_logp(head(n, **SMALLEST)), rows=1),
-    "fused_exponentials, one row, V = H = 1": Case(lambda n: fused_exponentials(head(n, **SMALLEST)), rows=1),
+    "fused_logp, one row, V = 1": Case(lambda n: fused_logp(head(n, vocab=1, width=8)), rows=1),
+    "fused_exponentials, one row, V = 1": Case(lambda n: fused_exponentials(head(n, vocab=1, width=8)), rows=1),
     "scale, one number": Case(lambda n: scale(n, SINGLE, width=1), rows=1),
 }
 

@@ -3,7 +3,6 @@
     python tests/compile_gate.py                    check, as `make compile-gate` and CI do
     python tests/compile_gate.py --targets sm_90    one target
     python tests/compile_gate.py --cases exponent   the cases with this in their name
-    python tests/compile_gate.py --all              every case for sm_89 and sm_120 too, which takes minutes
     python tests/compile_gate.py --triton 3.9.0     another Triton than the one that is installed
     python tests/compile_gate.py --keys             how often kernels would compile as the number of rows changes
 
@@ -15,9 +14,8 @@ row of launch.json. Held, per kernel and target:
     no more shared memory than a block of the GPU has
     every kernel of the package launched by some case
 
-sm_89 and sm_120, GPUs of one generation with those of 8.6 and 12.x, have code much like that of sm_80, but their shared
-memory is smaller: the cases whose tiles come from launch.json are compiled for them.
-gfx942 is compiled and printed, and may fail.
+Products whose tiles come through TMA are compiled for GPUs for which launch.json has them. GPUs of 8.6, 8.9 and 12.x
+have code much like that of sm_80. gfx942 is compiled and printed, and may fail.
 """
 
 from __future__ import annotations
@@ -56,20 +54,15 @@ class Target(NamedTuple):
     launch: str
     tensor_cores: str
     shared: int
-    tiles_only: bool = False
     may_fail: bool = False
 
 
 TARGETS = {
     "sm_80": Target("cuda", 80, 32, "sm80", "HMMA", 163),
-    "sm_89": Target("cuda", 89, 32, "sm86", "HMMA", 99, tiles_only=True),
     "sm_90": Target("cuda", 90, 32, "sm90", "HGMMA", 227),
     "sm_100": Target("cuda", 100, 32, "sm100", "UTCMMA", 227),
-    "sm_120": Target("cuda", 120, 32, "sm86", "HMMA", 99, tiles_only=True),
     "gfx942": Target("hip", "gfx942", 64, "gfx9", "MFMA", 64, may_fail=True),
 }
-TILES = ("fused_logp", "fused_exponentials")  # how the cases begin whose tiles launch.json has for each GPU
-
 KINDS = ("HMMA", "HGMMA", "UTCMMA", "MFMA", "UTMALDG", "LDGSTS", "LDG.128", "STG.128")  # of instructions
 
 
@@ -143,8 +136,10 @@ def examine(kernel: Any, target: Target) -> Found:
     return Found(registers, spills, kernel.metadata.shared, budget.instructions(code, KINDS), multiplies)
 
 
-def is_due(case: str, target: str, everything: bool) -> bool:
-    return everything or not TARGETS[target].tiles_only or case.startswith(TILES)
+def is_due(case: str, target: str) -> bool:
+    from grpo_kernels.kernels.launch import shipped_table
+
+    return not case.startswith("fused_") or case.partition(",")[0] in shipped_table()[TARGETS[target].launch]
 
 
 def compile_all(jobs: list[tuple[str, str]]) -> Iterator[tuple[str, str, dict[str, Found] | str]]:
@@ -240,7 +235,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
     parser.add_argument("--cases", default="", metavar="PART", help="only cases with this in their name")
     parser.add_argument("--triton", metavar="VERSION", help="install it into a folder of its own for this call")
-    parser.add_argument("--all", action="store_true", help="every case for every target")
     parser.add_argument("--keys", action="store_true", help="only print how often kernels compile as rows change")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -253,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.triton is not None:
             return gate_with(arguments.triton, folder, argv or sys.argv[1:])
         os.environ["TRITON_CACHE_DIR"] = folder  # every kernel is compiled anew; workers inherit this
-        return gate(arguments.targets, arguments.cases, arguments.all)
+        return gate(arguments.targets, arguments.cases)
 
 
 def gate_with(version: str, folder: str, arguments: list[str]) -> int:
@@ -267,7 +261,7 @@ def gate_with(version: str, folder: str, arguments: list[str]) -> int:
     return subprocess.run([sys.executable, __file__, *rest], env=environment, check=False).returncode
 
 
-def gate(targets: list[str], part: str, everything: bool) -> int:
+def gate(targets: list[str], part: str) -> int:
     from compile_cases import CASES
 
     start = time.perf_counter()
@@ -275,7 +269,7 @@ def gate(targets: list[str], part: str, everything: bool) -> int:
     problems = []
     print(budget.row("target", "regs", "spills", "shared", "kernel", "instructions"))
     cases = [case for case in CASES if part in case]
-    jobs = [(case, target) for case in cases for target in targets if is_due(case, target, everything)]
+    jobs = [(case, target) for case in cases for target in targets if is_due(case, target)]
     for case, target, result in compile_all(jobs):
         if isinstance(result, str):
             print(budget.row(target, "-", "-", "-", case, result))

@@ -94,6 +94,14 @@ def emulated(unwritten_is_nan):
     kernels.use()
 
 
+@pytest.fixture(params=["triton", "cuda"])
+def kernels(request, unwritten_is_nan):
+    """Both tables of a GPU's kernels."""
+    from grpo_kernels.kernels import get_backend
+
+    return request.getfixturevalue("emulated") if request.param == "cuda" else get_backend(request.param)
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """Of the trainer's tests: a tiny model and its tokenizer."""

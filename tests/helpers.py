@@ -215,6 +215,8 @@ def good_calls() -> dict[str, dict[str, Any]]:
     return {
         "fused_grpo_loss": of_tokens | options,
         "fused_logps": of_tokens | dict(temperature=per_token, entropy=True),
+        "sampling_support": of_tokens | dict(temperature=per_token, top_k=30, top_p=0.9, min_p=0.01),
+        "fused_top_k": head | masked | dict(k=5, temperature=per_token),
         "fused_policy_loss": of_tokens | dict(loss_fn=loss_fn, entropy=True, temperature=0.9),
         "fused_distillation_loss": distilled,
         "fused_divergence": distilled,
@@ -226,6 +228,12 @@ def good_calls() -> dict[str, dict[str, Any]]:
             step_rewards=rewards[:, None] * per_token[:, :2], step_ends=torch.tensor([[1, 3]] * 4), length=6, **groups
         ),
         "rollout_weights": {"old_logps": old, "rollout_logps": old - per_token} | masked,
+        "rejection_mask": {
+            "old_logps": old,
+            "rollout_logps": old - per_token,
+            "options": {"token_k1": (0.5, 2.0), "seq_mean_k3": 1.0},
+        }
+        | masked,
         "entropy_quantile": {"entropy": per_token} | masked,
     }
 

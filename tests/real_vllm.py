@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import training
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grpo_kernels.head.truncation import Truncation, truncate
 from grpo_kernels.trainer import vllm
 from grpo_kernels.trainer.arithmetic import EOS_ID, tokenizer
 
@@ -101,6 +103,54 @@ def test_what_the_engine_refuses_is_one_sentence(options, words, model, data, tm
     sentence = error.splitlines()[-1]
     assert sentence.startswith("grpo-kernels train: ") and "Traceback" not in error
     assert all(word in sentence for word in words), sentence
+
+
+# --- which ids truncated sampling keeps -------------------------------------------------------------------------------
+
+
+def vllm_keeps(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: float) -> torch.Tensor:
+    """(C, V) bool: what vLLM's sampler leaves of logits after the temperature, by its own functions, in its order."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    z = z.clone()
+    settings = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(z)))
+    processor = MinPLogitsProcessor(settings, torch.device("cpu"), False)
+    requests = [(i, SamplingParams(min_p=min_p), [], []) for i in range(len(z))]
+    processor.update_state(BatchUpdate(batch_size=len(z), removed=[], added=requests, moved=[]))
+    return apply_top_k_top_p_pytorch(processor.apply(z), top_k, top_p) > -torch.inf
+
+
+def test_the_kept_ids_are_those_of_vllms_sampler():
+    """10,000 rows, of half of which many logits are equal. The kept logits are the same but where rounding decides:
+    where the sum of probabilities at the end of top_p, or a probability at that of min_p, is within 2e-6 of its bound.
+    Where top_p ends among equal logits, vLLM's sort, which is not stable, takes any of them."""
+    g, rows, ties, differ, decided = torch.Generator().manual_seed(0), 200, 0, 0, 0
+    for i in range(50):
+        z = torch.randn(rows, 300 + 40 * i, generator=g) * (torch.rand(rows, 1, generator=g) * 6 + 0.1)
+        z[::2] = (z[::2] * 3).round() / 3
+        top_k, top_p = (z.shape[1], 3, 20, 200)[i % 4], (1.0, 0.9, 0.5, 0.999, 0.05)[i % 5]
+        min_p = (0.0, 0.02, 0.3)[i % 3]
+        theirs = vllm_keeps(z, torch.full((rows,), top_k), torch.full((rows,), top_p), min_p)
+        ours = truncate(z, Truncation(top_k, top_p, min_p))
+        kept = [z.masked_fill(~keep, -torch.inf).sort(1).values for keep in (ours, theirs)]
+        wrong = (kept[0] != kept[1]).any(1)
+        ties += int(((ours != theirs).any(1) & ~wrong).sum())
+        differ += int(wrong.sum())
+        decided += int((wrong & ~close_to_a_bound(z, top_k, top_p, min_p)).sum())
+    print(f"of {50 * rows} rows {ties} with others of equal logits, {differ} by rounding, {decided} by more than that")
+    assert decided == 0 and differ < 50
+
+
+def close_to_a_bound(z: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """(C,) bool, in float64."""
+    z = z.double()
+    share = (z - z.amax(1, keepdim=True)).exp()
+    close = ((share - min_p).abs() < 2e-6 * max(min_p, 1e-9)).any(1)
+    left = share.masked_fill((share < min_p) | (z < z.topk(top_k).values[:, -1:]), 0.0).sort(1).values
+    return close | ((left.cumsum(1) / left.sum(1, keepdim=True) - (1 - top_p)).abs() < 2e-6).any(1)
 
 
 # --- processes of their own -------------------------------------------------------------------------------------------

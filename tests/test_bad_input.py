@@ -186,6 +186,9 @@ CASES = {
     "top-k no mass": (lambda: taught(top_k(logps=TWO_LOGPS - math.inf, mode="renormalize")), ValueError, "ids[0, 0] has no mass to renormalize"),
     "top-k no id": (lambda: taught(top_k(torch.full((4, 6, 2), -1))), ValueError, "ids[0, 0] has no id"),
     "top-k ids": (lambda: taught(top_k(TWO_IDS + 63)), ValueError, "TopKTeacher.ids holds 70"),
+    "own ids, more than there are": (lambda: taught(gk.Teacher(X, W, top_k=68)), ValueError, "Teacher.top_k=68; expected at most 67"),
+    "own ids and a mask": (lambda: taught(gk.Teacher(X, W, top_k=2, mode="renormalize"), sampling_mask=top_k().sampling_mask), ValueError, "sampling_mask is given with a teacher"),
+    "own ids and sparse": (lambda: taught(gk.Teacher(X, W, top_k=2), config=gk.GRPOConfig(distill_coef=0.7, sparse_backward=0.1)), ValueError, "config.sparse_backward is given with a teacher"),
     "top-k tokens": (lambda: taught(top_k(TWO_IDS[1:], TWO_LOGPS[1:])), ValueError, "(3, 6, 2); expected a row"),
     "top-k gradient": (lambda: taught(top_k(logps=TWO_LOGPS.clone().requires_grad_())), ValueError, "logps requires a gradient"),
 }  # fmt: skip
@@ -280,6 +283,7 @@ REWARDS = dict(rewards=torch.rand(6), num_generations=2)
 STEPS = dict(step_rewards=torch.rand(2, 3), step_ends=torch.tensor([[0, 2, 4]] * 2), length=5, num_generations=2)
 WEIGHTS = dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2))
 ENTROPY = dict(entropy=torch.ones(2, 3))
+K_IDS = dict(hidden=torch.rand(4, 6, 24), lm_head_weight=torch.rand(67, 24))
 OTHERS = [
     (gk.grpo_loss_from_logps, LOGPS, [
         (dict(logps=[0.0]), TypeError, "logps", "list", "torch.Tensor"),
@@ -347,7 +351,12 @@ OTHERS = [
     (gk.rollout_weights, WEIGHTS, [
         (dict(mode="sequence_mask", level="sequence"), ValueError, "mode='sequence_mask' with level='sequence'; expected 'token'"),
         (dict(old_logps=[0.0]), TypeError, "old_logps", "list", "torch.Tensor"),
-        (dict(old_logps=torch.zeros(2)), ValueError, "old_logps", "(2,)", "(B, T)"),
+        (dict(old_logps=torch.zeros(2)), ValueError, "old_logps is packed, 2 tokens", "cu_seqlens is None"),
+        (dict(old_logps=torch.zeros(1, 2, 3)), ValueError, "old_logps", "(1, 2, 3)", "(B, T) or packed (N,)"),
+        (dict(cu_seqlens=torch.tensor([0, 2])), ValueError, "cu_seqlens is for packed", "old_logps holds a (B, T) batch"),
+        (dict(cu_seqlens=torch.tensor([0, 3]), old_logps=torch.zeros(2), rollout_logps=torch.zeros(2)), ValueError, "cu_seqlens = [0, 3]", "from 0 to 2"),
+        (dict(batch_normalize=1), TypeError, "batch_normalize is a int; expected True or False"),
+        (dict(batch_normalize=True, group="gloo"), TypeError, "group is a str; expected a torch.distributed.ProcessGroup"),
         (dict(old_logps=spoiled((1, 2), math.nan, 0, 1)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
         (dict(rollout_logps=torch.zeros(2)), ValueError, "rollout_logps", "(2,)", "(1, 2)"),
         (dict(level="word"), ValueError, "level='word'", "token, sequence, sequence_sum"),
@@ -355,6 +364,23 @@ OTHERS = [
         (dict(cap=0), ValueError, "cap=0", "> 0"),
         (dict(low=-0.5), ValueError, "low=-0.5", ">= 0"),
         (dict(low=3.0), ValueError, "low=3.0, cap=2.0", "low < cap"),
+    ]),
+    (gk.rejection_mask, WEIGHTS | dict(options={"token_k1": (0.5, 2.0)}), [
+        (dict(options={}), ValueError, "options={}; expected a dict of bounds such as {'token_k1': (0.5, 2.0)}"),
+        (dict(options="token_k1"), ValueError, "options='token_k1'; expected a dict"),
+        (dict(options={"seq_max_k1": (0.5, 2.0)}), ValueError, "a key of options='seq_max_k1'; expected one of token_k1, seq_sum_k1"),
+        (dict(options={3: 1.0}), ValueError, "a key of options=3; expected one of"),
+        (dict(options={"token_k1": 2.0}), ValueError, "options['token_k1']=2.0; expected a pair of ratios (low, high)"),
+        (dict(options={"token_k1": (0.5, 2.0, 3.0)}), ValueError, "options['token_k1']=(0.5, 2.0, 3.0); expected a pair"),
+        (dict(options={"token_k1": (2.0, 0.5)}), ValueError, "options['token_k1']=(2.0, 0.5); expected low <= high"),
+        (dict(options={"token_k1": (0.0, 0.5)}), ValueError, "options['token_k1']=0.0; expected a finite number > 0"),
+        (dict(options={"seq_mean_k3": (0.1, 0.2)}), ValueError, "options['seq_mean_k3']=(0.1, 0.2); expected one number"),
+        (dict(options={"token_k2": "1"}), TypeError, "options['token_k2'] is a str; expected a number"),
+        (dict(options={"token_tv": math.nan}), ValueError, "options['token_tv']=nan; expected a finite number > 0"),
+        (dict(old_logps=torch.zeros(2)), ValueError, "old_logps is packed, 2 tokens", "cu_seqlens is None"),
+        (dict(rollout_logps=None), TypeError, "rollout_logps is a NoneType; expected a torch.Tensor"),
+        (dict(completion_mask=torch.ones(2)), ValueError, "completion_mask has shape (2,); expected (1, 2)"),
+        (dict(completion_mask=torch.full((1, 2), 0.5)), ValueError, "completion_mask[0, 0] = 0.5; expected 0 (masked) or 1"),
     ]),
     (gk.entropy_quantile, ENTROPY, [
         (dict(entropy=[1.0]), TypeError, "entropy", "list", "torch.Tensor"),
@@ -371,6 +397,33 @@ OTHERS = [
         (dict(logit_scale=0.0), ValueError, "logit_scale=0.0"),
         (dict(hidden=X.to(meta), weight=W.to(meta)), ValueError, "Teacher.hidden is on the meta device"),
         (dict(weight=torch.nn.Linear(3, 4)), TypeError, "Teacher.weight is a Linear", ", and bias=Teacher.weight.bias"),
+        (dict(top_k=0), ValueError, "top_k=0; expected an integer >= 1"),
+        (dict(top_k=2.5), ValueError, "top_k=2.5; expected an integer >= 1"),
+        (dict(top_k=2, mode="top"), ValueError, "mode='top'; expected one of tail, truncate, renormalize"),
+        (dict(mode="truncate"), ValueError, "mode='truncate' has no effect without top_k"),
+    ]),
+    (gk.fused_logps, K_IDS | dict(completion_ids=torch.zeros(4, 6, 3).long()), [
+        (dict(completion_ids=torch.zeros(4, 5, 3).long()), ValueError, "completion_ids has shape (4, 5, 3); expected (4, 6), or (4, 6) and K >= 1 ids"),
+        (dict(completion_ids=torch.zeros(4, 6, 0).long()), ValueError, "completion_ids has shape (4, 6, 0)"),
+        (dict(completion_ids=torch.zeros(4, 6, 1, 1).long()), ValueError, "completion_ids has shape (4, 6, 1, 1)"),
+        (dict(completion_ids=torch.zeros(4, 6, 3)), TypeError, "completion_ids is torch.float32"),
+        (dict(completion_ids=spoiled((4, 6, 3), 67, 1, 2, 0).long()), ValueError, "completion_ids[1, 2, 0] = 67; expected 0 <= id < 67"),
+        (dict(completion_ids=spoiled((4, 6, 3), -1, 1, 2, 0).long()), ValueError, "completion_ids[1, 2, 0] = -1"),
+        (dict(completion_mask=torch.ones(4, 6, 3)), ValueError, "completion_mask has shape (4, 6, 3); expected (4, 6)"),
+        (dict(temperature=torch.ones(4, 6, 3)), ValueError, "temperature has shape (4, 6, 3)"),
+        (dict(sparse_backward=0.1), ValueError, "sparse_backward is given with 3 completion_ids of each token"),
+        (dict(sampling_mask=gk.SamplingMask.from_lists([[[1]] * 6] * 4)), ValueError, "sampling_mask is given with 3 completion_ids"),
+    ]),
+    (gk.fused_top_k, K_IDS | dict(k=3), [
+        (dict(k=0), ValueError, "k=0; expected an integer >= 1"),
+        (dict(k=68), ValueError, "k=68; expected at most 67, the rows of the lm_head"),
+        (dict(k=torch.tensor(2)[None]), ValueError, "k="),
+        (dict(hidden=[1.0]), TypeError, "hidden is a list"),
+        (dict(hidden=torch.rand(24)), ValueError, "hidden has shape (24,)"),
+        (dict(lm_head_weight=torch.rand(67, 23)), ValueError, "lm_head_weight has shape (67, 23)"),
+        (dict(completion_mask=torch.ones(4, 5)), ValueError, "completion_mask has shape (4, 5)"),
+        (dict(temperature=0.0), ValueError, "temperature=0.0"),
+        (dict(backend="opencl"), ValueError, "backend='opencl'"),
     ]),
     (gk.TopKTeacher, dict(ids=TWO_IDS, logps=TWO_LOGPS), [
         (dict(ids=TWO_IDS[..., :0], logps=TWO_LOGPS[..., :0]), ValueError, "shape (4, 6, 0); expected", "K >= 1"),

@@ -46,7 +46,7 @@ class Machine:
             driver_cuda=12080, cuda="13.0", hip=None, is_available=True, get_device_capability=(9, 0),
         )  # fmt: skip
         # The registry as it is outside of the tests, with a Triton backend that needs no GPU.
-        for name, load in (("cuda", backends._load_cuda), ("triton", self.load_triton)):
+        for name, load in (("cuda", cuda_backend.load), ("triton", self.load_triton)):
             entry = backends._REGISTRY[name]._replace(load=load, devices=("cuda",))
             monkeypatch.setitem(backends._REGISTRY, name, entry)
         self.triton = ("", "")  # why it is missing, why it does not serve
@@ -156,12 +156,12 @@ def test_a_device_without_an_image_falls_back_with_one_warning(machine, capabili
 
 
 def test_what_it_lacks_is_tritons_or_torchs(machine, monkeypatch):
-    from grpo_kernels.kernels.triton.backend import load
+    from grpo_kernels.kernels.triton.backend import TRITON
 
     found, _ = cuda_backend.load()
-    assert found.kept_logits.__wrapped__ is load().kept_logits.__wrapped__
+    assert found.kept_logits is TRITON.kept_logits
     assert found.exponentials.__self__.module is machine.module
-    monkeypatch.setattr(cuda_backend, "why_unusable", lambda: "too old")
+    monkeypatch.setattr(cuda_backend, "load_triton", lambda: (None, "too old"))
     found, _ = cuda_backend.load()
     assert found.sparse_gradient is TORCH.sparse_gradient and found.fused_logp.__self__.module is machine.module
 

@@ -61,7 +61,7 @@ def flat(x: object) -> list[Tensor]:
     """All tensors of a nested result, in order."""
     if isinstance(x, Tensor):
         return [x]
-    if isinstance(x, (gk.GRPOLossOutput, DistillationOutput)):
+    if isinstance(x, (gk.GRPOLossOutput, gk.SamplingMask, DistillationOutput)):
         x = tuple(vars(x).values())
     elif isinstance(x, dict):
         x = tuple(x.values())
@@ -98,7 +98,8 @@ WAYS: dict[str, list[dict]] = {  # through a function: what is changed in the ar
     ],
     "combine_advantages": [{}, ADJACENT | dict(rewards=(REWARDS[:, None] * PER_TOKEN[:, :2]).double())],
     "process_advantages": [dict(gamma=0.9), ADJACENT | dict(gamma=0.9, step_rewards=STEP_REWARDS)],
-    "rollout_weights": [dict(level=level) for level in ("token", "sequence")],
+    "rollout_weights": [dict(level=level, batch_normalize=level == "token") for level in ("token", "sequence")],
+    "rejection_mask": [{}, dict(options={"seq_max_k2": 0.5, "token_binary_kl": 0.1, "seq_mean_tv": 0.1})],
     "entropy_quantile": [dict(completion_mask=m, top=0.3) for m in (None, MASK)],
 }
 
@@ -112,6 +113,8 @@ def other_calls(backend: str, dtype: torch.dtype) -> dict:
 
     def results(function, given: dict) -> list[Tensor]:
         leaves, loss = {}, "fused" in function.__name__ or "loss" in function.__name__
+        if function is gk.fused_top_k:  # without a gradient
+            loss, given = False, given | {"backend": backend}
         if loss:
             tensors = {n: given[n] for n in DIFFERENTIABLE if isinstance(given.get(n), Tensor)}
             leaves = {n: x.to(dtype, copy=True).requires_grad_() for n, x in tensors.items()}

@@ -41,6 +41,13 @@ def test_it_runs(name, capsys, monkeypatch):
     assert "loss " in capsys.readouterr().out
 
 
+def test_notebooks_hold_no_outputs():
+    """`make notebook` runs them."""
+    (notebook,) = EXAMPLES.glob("*.ipynb")
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells and not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+
+
 def test_cpp_on_the_emulated_gpu():
     done = subprocess.run([build_program(EXAMPLES / "cpp" / "main.cu")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ def test_the_users_table_comes_before_the_shipped_one(monkeypatch, tmp_path):
         launch.tuned_path().write_text(table)
         launch._find.cache_clear()
         launch._tuned_table.cache_clear()
-        return launch.row_launch("rows", DEVICE, vocab, torch.bfloat16)
+        return launch.row_launch(DEVICE, vocab, torch.bfloat16)
 
     monkeypatch.setenv("GRPO_KERNELS_CACHE", str(tmp_path))
     shipped, own = row_launch("{}"), launch.RowLaunch(1, 64, 2)

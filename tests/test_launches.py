@@ -87,6 +87,16 @@ def test_a_step_of_one_chunk(launches, preset, most, static):
     assert [name for name in backward if name != "_local_scalar_dense"] == ["mul_"] * 2, backward  # on a GPU: no read
 
 
+def test_metrics_of_a_sampling_engine(launches):
+    batch = off_policy(make_batch(3, masked=True))
+    weights, most = torch.rand(4, 6) + 0.5, []
+    for given in ({"rollout_weights": weights}, {"rollout_logps": -weights}, {"rollout_weights": weights[:, 0]}):
+        _, metrics, _ = step(launches, batch.with_options(**{"rollout_logps": -weights, **given}), "dapo")
+        assert not any(name in READS or name in ATOMIC for name in metrics), metrics
+        most.append(len(metrics))
+    assert max(most) <= 150, metrics
+
+
 def test_kept_ids(launches, monkeypatch):
     """Tokens with a sampling mask: one read, and few operations for each matrix of kept ids."""
     set_mask_way(monkeypatch, "gathers", 90)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.config import GRPOConfig
-from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.objective_rules import ESTIMATORS, SURROGATES, has_kernel, memory_of_sums
 from grpo_kernels.kernels.operations import Rows
 from grpo_kernels.objective.loss import GRPOLoss
@@ -24,14 +23,6 @@ OPTIONS = {
 LENGTHS = (7, 0, 20, 1, 33)
 LONG = (300, 0, 256, 1, 777)
 ORDERS = (0, 1, 3)  # of the emulated GPU's threads and blocks
-
-
-@pytest.fixture(params=["triton", "cuda"])
-def kernels(request):
-    if request.param == "cuda":
-        return request.getfixturevalue("emulated")
-    request.getfixturevalue("unwritten_is_nan")
-    return get_backend("triton")
 
 
 class Case:

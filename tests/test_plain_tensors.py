@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import grpo_kernels as gk
 from grpo_kernels.kernels import get_backend
+from grpo_kernels.teacher import is_whole
 
 FROM_HIDDEN = [name for name, given in good_calls().items() if "completion_ids" in given and "hidden" in given]
 
@@ -207,6 +208,8 @@ def outcome(function: str, given: dict, view, *, gradients: bool) -> list[Tensor
     own = {name: given[name].clone().requires_grad_() for name in names if isinstance(given.get(name), Tensor)}
     out = getattr(gk, function)(**viewed(given | own, view))
     found = list(out) if isinstance(out, tuple) else [out]
+    if isinstance(out, gk.SamplingMask):
+        found = list(vars(out).values())
     if hasattr(out, "metrics"):
         found = [out.loss, out.entropy, *out.metrics.values()]
     tops = [x for x in found if x.requires_grad]
@@ -226,8 +229,11 @@ def variants(function: str) -> list[dict]:
         calls.append(given | dict(config=config, token_weights=torch.linspace(0.5, 1.5, 24).view(4, 6)))
     if function in ("fused_grpo_loss", "fused_logps", "fused_policy_loss"):
         calls.append(given | dict(sampling_mask=gk.SamplingMask.from_padded(torch.arange(2).expand(4, 6, 2))))
+    if function == "fused_logps":
+        calls.append(given | dict(completion_ids=torch.stack([given["completion_ids"]] * 2, -1)))
     if "teacher" in given:
-        calls.append(given | dict(teacher=gk.Teacher(given["hidden"] * 0.9, given["lm_head_weight"] + 0.1)))
+        whole = gk.Teacher(given["hidden"] * 0.9, given["lm_head_weight"] + 0.1)
+        calls += [given | dict(teacher=x) for x in (whole, dataclasses.replace(whole, top_k=5))]
     return calls
 
 
@@ -235,7 +241,7 @@ def variants(function: str) -> list[dict]:
 @pytest.mark.parametrize("function", good_calls())
 def test_views_are_what_they_show(function, view, backend):
     for given in variants(function):
-        if isinstance(given.get("teacher"), gk.Teacher) and not get_backend(backend).takes_teachers:
+        if is_whole(given.get("teacher")) and not get_backend(backend).takes_teachers:
             continue
         if "backend" in inspect.signature(getattr(gk, function)).parameters:
             given["backend"] = backend

@@ -30,7 +30,7 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-README, GUIDE = read("README.md"), read("grpo_kernels/README.md")
+README, GUIDE, VARIANTS = read("README.md"), read("grpo_kernels/README.md"), read("VARIANTS.md")
 
 
 def python_blocks(text: str) -> list[str]:
@@ -91,21 +91,23 @@ def test_the_guide_names_every_metric():
 
 
 def test_presets():
-    table = README.split("| preset |")[1].split("\n\n")[0]
+    table = VARIANTS.split("| preset |")[1].split("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(gk.available_presets())
 
 
 @pytest.mark.parametrize("axis", [SURROGATE_RULES, LEVELS, KL_ESTIMATORS, AGGREGATIONS], ids=len)
 def test_axes(axis):
-    table = README.split("| axis |")[1].split("\n\n")[0]
+    table = VARIANTS.split("| axis |")[1].split("\n\n")[0]
     missing = [name for name in axis if not re.search(rf"[ |(]{re.escape(name)}[ ,;|]", table)]
     assert not missing
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "grpo_kernels/README.md", "examples/README.md"]
-)
+    "name",
+    ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "VARIANTS.md", "grpo_kernels/README.md",
+     "grpo_kernels/integrations/README.md", "examples/README.md"],
+)  # fmt: skip
 def test_links_and_files(name):
     text = read(name)
     targets = [(ROOT / name).parent / target for target in re.findall(r"\]\(([^)#:]+)[)#]", text)]
@@ -113,6 +115,15 @@ def test_links_and_files(name):
     inside = re.findall(r"`((?:head|kernels|commands|benchmarks)/[\w./]*)`", text)
     targets += [ROOT / "grpo_kernels" / target for target in inside]
     assert targets and not [target for target in targets if not target.exists()]
+
+
+def test_the_reference_has_every_public_name_and_integration():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    assert {f"grpo_kernels.{name}" for name in gk.__all__} <= shown
+    inner = {"__init__", "trl_support"}  # the second is a part of trl.py
+    modules = {path.stem for path in (ROOT / "grpo_kernels" / "integrations").glob("*.py")} - inner
+    assert modules <= {name.split(".")[2] for name in shown if name.startswith("grpo_kernels.integrations.")}
 
 
 def test_map_of_files():
@@ -147,7 +158,8 @@ def test_every_pitfall_of_the_trainers_table_has_its_test():
 # --- the commands of the documents ------------------------------------------------------------------------------------
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "grpo_kernels/trainer/README.md", "grpo_kernels/integrations/README.md",
-             "bench/README.md")  # fmt: skip
+             "bench/README.md", "SECURITY.md", ".github/ISSUE_TEMPLATE/bug.yml",
+             ".github/pull_request_template.md")  # fmt: skip
 PROGRAMS = ("make", "python", "pip", "grpo-kernels", "torchrun", "accelerate", "echo")
 PLACEHOLDERS = {"H": "64", "V": "100", "X": "2.15.0", "NAME": "sapo", "OUTPUT": "runs/first", "...": "", "N": "4"}
 

@@ -6,9 +6,12 @@ test_pitfall_NN_...: by the number in the list of what goes wrong in GRPO traine
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import re
+import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -17,11 +20,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_models import TEMPLATE, tiny_chat
+from transformers import AutoTokenizer
 
 from grpo_kernels.trainer import RunError
+from grpo_kernels.trainer.data import load_prompts
 from grpo_kernels.trainer.rewards import Rewards
 from grpo_kernels.trainer.rewards import worker as module
-from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number
+from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number, reply
 
 NAN = float("nan")
 OWN = """
@@ -35,6 +41,7 @@ def acts(completions, log_extra, data=None, **_):
         if word == "match":
             re.match("(a+)+$", "a" * 60 + "b")
         if word == "sleep":
+            open(os.environ.get("ASLEEP", os.devnull), "w").close()
             time.sleep(1000)
         if word == "leave":
             os._exit(3)
@@ -47,6 +54,8 @@ def acts(completions, log_extra, data=None, **_):
             time.sleep(1000)
         if word == "key":
             log_extra("key", [{(1, 2): 3}] * len(completions))
+        if word == "deep":
+            log_extra("deep", [eval("[" * 99 + "]" * 99)] * len(completions))
     return [1.0] * len(completions)
 
 def only_answers(completions, answer):
@@ -70,7 +79,7 @@ def odd(completions, log_metric, log_extra, **_):
 def wrong(completions, kind, **_):
     import numpy
     return {"dict": {}, "str": "a", "none": [], "array": numpy.array(1.0), "text": ["1"], "bytes": [b"1"],
-            "object": [object()], "long": [10**400], "no step": [[]], "steps": [["2"]]}[kind[0]]
+            "object": [object()], "long": [10**400], "longer": [10**5000], "no step": [[]], "steps": [["2"]]}[kind[0]]
 
 value = 3
 """
@@ -159,6 +168,11 @@ def test_rewards_of_steps():
         score([returns([1, 2]), returns([1], name="b")], ["a"])
 
 
+@pytest.mark.parametrize("values", [(1.0, 2), map(float, "12"), {1: 1, 2: 2}.values(), torch.tensor([[1.0], [2.0]])])
+def test_a_function_may_return_any_list(values):
+    assert_total(score([lambda completions, **_: values], ["a", "b"]), [1.0, 2.0])
+
+
 # ---- here and in a process ------------------------------------------------------------------------------------------
 
 in_both = pytest.mark.parametrize("timeout", [None, 20.0])
@@ -187,6 +201,15 @@ def test_a_function_of_a_file(timeout, make, tmp_path, monkeypatch):
     assert_total(score(rewards, ["a"]), [2.0])
 
 
+def test_a_file_that_was_mended_is_read_again(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("no_such_name")
+    with pytest.raises(ValueError, match="NameError"):
+        Rewards([f"{path}:f"])
+    path.write_text("def f(completions, **_): return [1.0]")
+    assert_total(score([f"{path}:f"], ["a"]), [1.0])
+
+
 def test_a_process_gives_the_bits_that_a_call_here_gives(make):
     here, there = (score(make("own_rewards:odd", timeout=timeout), ["a"] * 7) for timeout in (None, 20.0))
     assert_total(there, here.total.tolist())
@@ -206,6 +229,7 @@ def test_results_of_the_wrong_length_or_type_are_named(timeout, make):
         "bytes": f".*1.* {number}", "object": f".*object object at .* {number}", "long": f".* {number}",
         "steps": rf"\['2'\] {number}",
         "no step": rf"\[\] {number}",
+        **({} if timeout else {"longer": f"a int that cannot be shown {number}"}),
     }.items():  # fmt: skip
         with pytest.raises(RunError, match=f"reward 'wrong' returned {text}") as caught:
             score(rewards, ["a"], kind=[kind])
@@ -222,6 +246,18 @@ def test_what_json_lacks_costs_the_completion_alone(make):
     batch = score(make("own_rewards:acts", timeout=20.0), ["a", "key"])
     assert_total(batch, [1.0, NAN])
     assert "its answer cannot be JSON" in batch.failures[0].message
+
+
+@in_both
+def test_log_extra_takes_a_hundred_levels(timeout, make):
+    rewards = make("own_rewards:acts", timeout=timeout)
+    assert len(score(rewards, ["a", "deep"]).extra["deep"]) == 2
+    with pytest.raises(
+        RunError, match=r"^log_extra\('nested'\) got 1 values; expected 1, of at most 100 levels of lists"
+    ):
+        score(
+            [lambda completions, log_extra, **_: log_extra("nested", [eval("[" * 101 + "1" + "]" * 101)]) or [1]], "a"
+        )
 
 
 # ---- what comes from a process is data ------------------------------------------------------------------------------
@@ -279,6 +315,12 @@ def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, make, tmp_path)
     (dict(specs=["format"], weights=[NAN]), "expected one finite number"),
     (dict(specs=["format"], timeout=0), "reward timeout is 0, expected seconds above 0"),
     (dict(specs=["format", "format"]), "two reward functions have the same name"),
+    (dict(specs=["gsm8k=3"]), "reward 'gsm8k=3': expected gsm8k"),
+    (dict(specs=["pattern"]), "reward 'pattern': expected pattern=VALUE"),
+    (dict(specs=["pattern=("]), "reward 'pattern=(': it is no regular expression: missing )"),
+    (dict(specs=["soft_overlong="]), "reward 'soft_overlong=': expected soft_overlong=VALUE"),
+    (dict(specs=["soft_overlong=9"], max_length=8), "expected a number of tokens, 1 to max_completion_length=8"),
+    (dict(specs=["soft_overlong=x"], max_length=8), "expected a number of tokens"),
 ])  # fmt: skip
 def test_bad_arguments(given, text):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
@@ -344,6 +386,46 @@ def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(hanging, make, mo
     assert batch.total.isnan().sum() == len(batch.failures) == hanging
     assert len(calls) == 1 + (8 if hanging == 64 else 64)
     assert (hanging < 64 and batch.fatal is None) or "timed out" in batch.fatal.message
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def state_of(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
+OWNER = f"""
+import pickle, sys
+sys.path[:0] = [{str(Path(module.__file__).parent)!r}, sys.argv[1]]
+from worker import Worker
+worker = Worker("own_rewards:acts", 100)
+worker.call(pickle.dumps({{"completions": ["a"]}}))
+print(worker.process.pid, flush=True)
+worker.call(pickle.dumps({{"completions": ["sleep"]}}))
+"""
+
+
+def test_pitfall_12_a_worker_ends_with_the_trainer(own_module, tmp_path):
+    """SIGKILL in the middle of a call that would not end for 1000 seconds."""
+    command, asleep = [sys.executable, "-c", OWNER, own_module], tmp_path / "asleep"
+    environment = os.environ | {"ASLEEP": str(asleep)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:
+        pid = int(owner.stdout.readline())
+        wait_until(asleep.exists)
+        owner.kill()
+    try:
+        wait_until(lambda: state_of(pid) in ("gone", "Z"))
+    finally:
+        if state_of(pid) != "gone":
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("patient")
@@ -427,11 +509,45 @@ def test_exact_answer():
         Rewards(["arithmetic"]).check({"prompt": ["1"]})
 
 
-@pytest.mark.parametrize("text", ["1</think> <answer>2</answer>", "<think>\n1</think><answer>2</answer>\n"])
-def test_the_first_tag_may_be_the_end_of_the_prompt(text):
-    """As chat templates of thinking models write it."""
-    messages = [[{"role": "assistant", "content": text}]]
-    assert score(["format"], [text]).total.tolist() == score(["format"], messages).total.tolist() == [1.0]
+THINKS = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
+USER = [{"role": "user", "content": "begin with <think>"}]
+BEGUN = [*USER, {"role": "assistant", "content": "<think>\n"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_chat(tmp_path_factory.mktemp("chat")))
+
+
+@pytest.mark.parametrize(("template", "prompt", "begins"), [
+    (TEMPLATE, USER, False), (TEMPLATE, BEGUN, True), (TEMPLATE, "2? <think>\n", True), (TEMPLATE, "<think> 2?", False),
+    (THINKS, USER, True), (THINKS, BEGUN, True), (THINKS, "2?", False),
+])  # fmt: skip
+def test_format_counts_the_tag_that_a_prompt_ends_with(template, prompt, begins, tokenizer):
+    """By the chat template, in a message of the assistant that is continued, or in a text; and no other one."""
+    tokenizer.chat_template = template
+    rewards, prompts = Rewards(["format"]), load_prompts([{"prompt": prompt}], tokenizer=tokenizer)
+    rewards.check_form(tokenizer, prompts)
+    completions = [reply(prompt, f"{tag}1</think> <answer>2</answer>\n") for tag in ("<think>\n", "")]
+    given = dict(prompts=[prompt] * 2, completions=completions, completion_ids=[[1]] * 2, columns={}, step=0)
+    assert rewards.score(**given).total.tolist() == [1.0 - begins, float(begins)]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_pattern_takes_the_whole_completion_and_is_killed_where_it_hangs(make):
+    found = score(make("pattern=(a+)+.", timeout=0.3), ["a\n", " ab\n", "aab c", "a" * 60 + "bc"])
+    assert_total(found, [0.0, 1.0, 0.0, NAN])
+    assert_total(score(make("pattern=1.*2"), ["1\n2", "12", "0 1 2"]), [1.0, 1.0, 0.0])
+
+
+def test_soft_overlong_is_dapos_penalty():
+    rewards = Rewards(["soft_overlong=4"], [0.5], max_length=10)
+    ids = [[1] * length for length in (1, 6, 7, 8, 10, 12)]
+    given = dict(prompts=["p"] * 6, completions=["a"] * 6, completion_ids=ids, columns={}, step=0)
+    assert rewards.score(**given).total.tolist() == [0.0, 0.0, -0.125, -0.25, -0.5, -0.5] and rewards.names == [
+        "soft_overlong"
+    ]
+    rewards.check({"prompt": ["p"]})
 
 
 @pytest.mark.parametrize("text", [
@@ -468,5 +584,5 @@ def test_format_needs_tags_that_the_tokenizer_writes():
             return "" if ids == ["</think>"] else ids[0]
 
     with pytest.raises(ValueError, match=r"'format' would be 0 for every completion: .* has </think>, for which"):
-        Rewards(["format"]).check_tags(Silent())
-    Rewards(["arithmetic"]).check_tags(Silent())
+        Rewards(["format"]).check_form(Silent(), [])
+    Rewards(["arithmetic"]).check_form(Silent(), [])

@@ -19,7 +19,7 @@ from emulator import H200
 from grpo_kernels import _cpu  # the tests need the compiled module: a skip would hide that it is missing
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.compiled.base import DTYPES
-from grpo_kernels.kernels.compiled.cpu import load
+from grpo_kernels.kernels.compiled.cpu import load, usable_isas
 from grpo_kernels.kernels.objective_rules import ESTIMATORS, SURROGATES
 from grpo_kernels.kernels.operations import Backend, KeptPairs, LogitTransform
 from grpo_kernels.names import DIVERGENCES
@@ -32,28 +32,20 @@ TRANSFORMS = (c.PLAIN, LogitTransform(logit_scale=0.25), LogitTransform(logit_sc
 @contextlib.contextmanager
 def instruction_set(name: str) -> Iterator[Backend]:
     before = _cpu.cpu_isa()
-    _cpu.set_cpu_isa(name)
+    assert _cpu.set_cpu_isa(name)
     try:
         yield CPU
     finally:
         _cpu.set_cpu_isa(before)
 
 
-def usable_isas() -> list[str]:
-    found = []
-    for name in ("avx512", "avx2", "baseline"):
-        with contextlib.suppress(ValueError), instruction_set(name):
-            found.append(name)
-    return found
-
-
-ISAS = usable_isas()
+ISAS = list(usable_isas())
 of_cpu = pytest.mark.parametrize("kernels", ISAS, indirect=True)
 of_cuda = pytest.mark.parametrize("kernels", ["cuda"], indirect=True)
 without_cuda = pytest.mark.parametrize("kernels", [*ISAS, "triton"], indirect=True)  # whose table has others' there
 
 
-@pytest.fixture(params=[*ISAS, "triton", "cuda"])
+@pytest.fixture(params=[*ISAS, "torch", "triton", "cuda"])
 def kernels(request, monkeypatch):
     """Triton's with about eight blocks per row: the interpreter's time goes by the number of operations."""
     if request.param in ISAS:
@@ -64,21 +56,22 @@ def kernels(request, monkeypatch):
         from grpo_kernels.kernels.launch import RowLaunch
         from grpo_kernels.kernels.triton import rows
 
-        def blocks(kernel, device, vocab, dtype):
+        def blocks(device, vocab, dtype):
             return RowLaunch(32, max(64, 1 << (vocab // 8).bit_length()), 1)
 
         monkeypatch.setattr(rows, "row_launch", blocks)
         yield kernels
     else:
-        yield request.getfixturevalue("emulated")
+        yield request.getfixturevalue("emulated") if request.param == "cuda" else get_backend(request.param)
 
 
-def in_turn(kernels, values, turn: int, every: int = 1) -> Iterator[tuple[int, object]]:
-    """(i, value), in another order of threads each; of Triton's, one of `every`."""
+def in_turn(kernels, values, turn: int, triton: int = 1, cuda: int = 1) -> Iterator[tuple[int, object]]:
+    """(i, value), in another order of threads each; for these kernels one of so many."""
+    every = {"triton": triton, "cuda": cuda}.get(kernels.name, 1)
     for i, value in enumerate(values):
         if kernels.name == "cuda":
             kernels.use(order=(i + turn) % 4)  # the lowest warp first, the highest first, two random ones
-        if kernels.name != "triton" or i % every == turn % every:
+        if i % every == turn % every:
             yield i, value
 
 
@@ -89,8 +82,8 @@ def in_turn(kernels, values, turn: int, every: int = 1) -> Iterator[tuple[int, o
 def test_instruction_sets_are_those_of_the_processor():
     facts = Path("/proc/cpuinfo").read_text()
     flags = set(re.search(r"^(?:flags|Features)\s*: (.*)$", facts, re.MULTILINE)[1].split())
-    avx2 = {"avx2", "fma", "f16c", "movbe", "bmi1", "bmi2", "abm"}
-    avx512 = avx2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    avx2 = {"avx2", "fma", "f16c"}
+    avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     needed = {"avx512": avx512, "avx2": avx2, "baseline": set()}
     assert [name for name, wanted in needed.items() if wanted <= flags] == ISAS
 
@@ -109,10 +102,10 @@ for os.environ["GRPO_KERNELS_CPU_ISA"] in ("bogus", "baseline"):  # read until i
 def test_isa_from_the_environment():
     command = [sys.executable, "-c", ISA_FROM_ENVIRONMENT]
     refused, taken = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert refused.startswith("None") and "GRPO_KERNELS_CPU_ISA" in refused and "bogus" in refused
+    assert refused.startswith("None") and "GRPO_KERNELS_CPU_ISA" in refused
+    assert "'bogus' is unknown or not available here; usable: " in refused
     assert taken.split() == ["baseline"]
-    with pytest.raises(ValueError, match="'bogus' is unknown or not available here; usable: "):
-        _cpu.set_cpu_isa("bogus")
+    assert not _cpu.set_cpu_isa("bogus")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +138,10 @@ def test_rows(kernels, dtype, transform):
     """With gradients of every type that a backend has, or for Triton each vocabulary once. Every address and order of
     threads comes up for each type."""
     turn = 3 * TRANSFORMS.index(transform) + c.DTYPES.index(dtype)
-    for i, vocab in in_turn(kernels, c.VOCABS, turn, every=9):
+    for i, vocab in in_turn(kernels, c.VOCABS, turn, triton=9):
         gradients = {
             "cpu": c.DTYPES,
+            "torch": c.DTYPES,
             "triton": [c.DTYPES[i % 3 - 1]],
             "cuda": [gradient for logits, gradient in c.PAIRS if logits == dtype],
         }
@@ -159,21 +153,22 @@ def test_rows(kernels, dtype, transform):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transform", [*TRANSFORMS, LogitTransform(softcap=100.0)], ids=str)
 def test_exponentials(kernels, dtype, transform):
-    turn = int(transform.softcap) + c.DTYPES.index(dtype)
-    for i, vocab in in_turn(kernels, c.VOCABS, turn, every=12):
+    turn = 6 - [*TRANSFORMS, LogitTransform(softcap=100.0)].index(transform) - c.DTYPES.index(dtype)
+    for i, vocab in in_turn(kernels, c.VOCABS, turn, triton=12, cuda=3):
         c.check_exponentials(kernels, vocab, transform, dtype, shift=(i + turn) % 8, biased=i % 2 == 1)
 
 
 @pytest.mark.parametrize("pair", c.PAIRS, ids=str)
 def test_gradient_over_the_logits(kernels, pair):
-    for i, vocab in in_turn(kernels, c.VOCABS, c.PAIRS.index(pair), every=3):
+    for i, vocab in in_turn(kernels, c.VOCABS, c.PAIRS.index(pair), triton=3):
         c.check_in_place(kernels, vocab, pair, shift=i % 5)
 
 
 @pytest.mark.parametrize("pair", c.PAIRS, ids=str)
 def test_extreme_absent_and_zero_gradient_rows(kernels, pair):
     c.check_extremes(kernels, pair)
-    c.check_absent_and_zero_gradient(kernels, pair)
+    if kernels.name != "torch":  # whose gathers take no id outside the vocabulary
+        c.check_absent_and_zero_gradient(kernels, pair)
 
 
 def test_logp_is_as_accurate_as_torch(kernels):
@@ -281,7 +276,7 @@ def test_scale(kernels, dtype):
 def test_kept_ids(kernels, dtype):
     """On a CPU with both types of gradients at every width."""
     turn = c.DTYPES.index(dtype)
-    for i, width in in_turn(kernels, c.KEPT_WIDTHS, turn, every=3):
+    for i, width in in_turn(kernels, c.KEPT_WIDTHS, turn, triton=3):
         for wide in (False, True) if kernels is CPU else (i % 2 == turn % 2,):
             c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
 
@@ -295,10 +290,9 @@ def test_rows_of_kept_ids(kernels, dtype):
 @of_cpu
 @pytest.mark.parametrize("dtype", c.DTYPES)
 @pytest.mark.parametrize("shift", [0, 1])
-def test_a_dweight_larger_than_the_caches(kernels, dtype, shift):
-    """Written past them where rows are whole lines of memory (shift 0), it has the bits of one added to zeros; the
-    columns between its rows stay as they are."""
-    tokens, vocab, width = 64, 90_000, 96  # 17 MB in 16 bits
+def test_a_dweight_that_is_written_has_the_bits_of_one_added_to_zeros(kernels, dtype, shift):
+    """At any address; the columns between its rows stay as they are."""
+    tokens, vocab, width = 64, 900, 96
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=g).to(dtype)
     ids = torch.randint(vocab, (tokens * 40,), generator=g, dtype=torch.int32)

@@ -212,10 +212,6 @@ def test_a_place_in_the_batch_and_a_slice_say_which_entries(kernels):
 
 
 def test_more_than_there_is_room_for(kernels):
-    check_capacity(kernels)
-
-
-def check_capacity(kernels) -> None:
     given = random_rows(12, 400)
     everything = given.pairs(kernels)
     capacity = int(everything.counts.median())

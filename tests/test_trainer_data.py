@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
+from huggingface_hub import errors
 from tokenizers import processors
 
 from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels.trainer.data import Columns, Prompt, check_path, load_prompts, take
+from grpo_kernels.trainer.data import Columns, Prompt, check_source, load_prompts, take
+from grpo_kernels.trainer.rewards import Rewards
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -84,15 +88,54 @@ def test_a_system_prompt_is_the_first_message(with_bos):
         load_prompts([{"prompt": CHAT}], tokenizer=with_bos, columns=Columns(system="1"))
 
 
-@pytest.mark.parametrize("name", ["t.csv", "./t", "~/t", "t/", "a/b/c", "{folder}/t"])
-def test_a_path_that_does_not_exist_asks_no_hub(name, tmp_path, words, monkeypatch):
+@pytest.fixture
+def asked(monkeypatch):
+    """What a hub is asked for; it raises the errors that are put there."""
+    names, errors = [], []
+
+    def repo_info(self, name, *, repo_type, timeout):
+        names.append((name, repo_type))
+        raise errors.pop()
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+    return names, errors
+
+
+@pytest.mark.parametrize("name", ["t.csv", "./modle", "~/t", "t/", "a/b/c", "folder/t", Path("folder/t")])
+def test_a_slip_in_a_path_asks_no_hub(name, asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    name = name.format(folder="folder")
-    with pytest.raises(ValueError, match=f"^dataset_name={name}: there is no such file or folder in {tmp_path}$"):
-        load_prompts(name, tokenizer=words)
-    for hub in ("openai/gsm8k", "Qwen/Qwen2.5-0.5B", "gpt2"):
-        check_path("dataset_name", hub)
+    (tmp_path / "folder" / "model").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^model={name}: there is no such file or folder in {tmp_path}$"):
+        check_source("model", name)
+    for there in ("folder", Path("folder"), "./folder/model", "times-table"):
+        check_source("model", there)
+    assert asked == ([], [])
+
+
+RESPONSE = SimpleNamespace(headers={}, status_code=404, request=None, url="")
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (ConnectionError("no route"), "https://huggingface.co is not reached: no route"),
+    (errors.RepositoryNotFoundError("no answer", response=RESPONSE), "no such {kind} at https://huggingface.co"),
+    (errors.GatedRepoError("ask for access", response=RESPONSE), None),
+    (errors.HfHubHTTPError("too many requests", response=RESPONSE), None),
+    (errors.OfflineModeIsEnabled(), None),
+    (errors.HFValidationError("a b"), None),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["model", "dataset"])
+def test_a_name_that_no_hub_has_is_refused_at_once(error, words, kind, asked, tmp_path, monkeypatch):
+    """Where no hub is reached, transformers and datasets ask for half a minute. Other errors are theirs to say."""
+    asked[1].append(error)
+    if words is None:
+        check_source("name", "user/no-such", kind)
+    else:
+        with pytest.raises(ValueError, match=f"^name=user/no-such: there is no such .*, and {words.format(kind=kind)}"):
+            check_source("name", "user/no-such", kind)
+    assert asked == ([("user/no-such", kind)], [])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / f"{kind}s--user--no-such").mkdir()  # it was read before
+    check_source("name", "user/no-such", kind)
 
 
 def test_a_folder_is_read_by_datasets(tmp_path, words):
@@ -128,18 +171,43 @@ def test_a_prompt_ends_with_no_end_of_sequence_unsaid(capsys):
     made._tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, id)])
     rows = [{"prompt": "1"}, {"prompt": "2"}, {"prompt": f"3{end}"}]
     assert [p.ids for p in load_prompts(rows, tokenizer=made)] == [[2], [3], [4, id]]
-    (appended,) = capsys.readouterr().err.splitlines()
+    appended, own = capsys.readouterr().err.splitlines()
     sentence = "the data: {} of 3 prompts (the first in row {}) end with an end of sequence, {!r}, {}"
     why = "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"
     assert appended == sentence.format(3, 0, end, why)
+    why = "after which no completion goes on: does the chat template heed add_generation_prompt?"
+    assert own == sentence.format(1, 2, end, why)
     made.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
     assert load_prompts([{"prompt": CHAT}], tokenizer=made)[0].ids == [2, id, 3, id]
-    assert capsys.readouterr().err == ""
+    assert "1 of 1 prompts (the first in row 0) end with" in capsys.readouterr().err
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 GOOD = {"prompt": "1+1="}
+
+
+def nested(levels):
+    """An object within lists: so many levels."""
+    return json.loads("[" * (levels - 1) + '{"a": 1}' + "]" * (levels - 1))
+
+
+def test_a_column_has_a_hundred_levels_at_most(tmp_path, words):
+    """What goes down by recursion (copies for rewards, the hash of prompts) has room for them in mid-run."""
+    deep = {"prompt": "1+1=", "levels": nested(100)}
+    rows = load_prompts(write(tmp_path / "a.jsonl", deep), tokenizer=words)
+    rewards = Rewards([lambda completions, **_: [1.0] * len(completions)])
+    columns = {name: [value] for name, value in rows[0].columns.items()}
+    found = rewards.score(prompts=["1"], completions=["2"], completion_ids=[[1]], columns=columns, step=0)
+    assert found.total.item() == 1.0
+    circle = []
+    circle += [circle, circle]
+    for value in (nested(101), circle):
+        text = r"the data, row 1: the column 'levels' is nested more than 100 levels deep$"
+        with pytest.raises(ValueError, match=text):
+            load_prompts([GOOD, deep | {"levels": value}], tokenizer=words)
+    with pytest.raises(ValueError, match=r"data set '.*b.jsonl', row 0: the column 'levels' is nested more than 100"):
+        load_prompts(write(tmp_path / "b.jsonl", deep | {"levels": nested(300)}), tokenizer=words)
 
 
 @pytest.mark.parametrize(("rows", "message"), [
@@ -148,7 +216,7 @@ GOOD = {"prompt": "1+1="}
     ([{}], r"has no column \"prompt\"; found no columns"),
     ([GOOD, {"question": "1"}], r"row 1: the prompt is None; expected"),
     ([GOOD, "", "{'prompt': 1}"], r"a.jsonl.*: line 3 is not JSON: Expecting property name"),
-    ([GOOD, "[1]"], r"row 1 of the data is \[1\]; expected an object with the prompt by its name"),
+    ([GOOD, "[1]"], r"^data set '.*a.jsonl', row 1 is \[1\]; expected an object with the prompt by its name"),
     ([GOOD, {"prompt": 7}], r"row 1: the prompt is 7; expected a text or a list of messages"),
     ([GOOD, {"prompt": []}], r"row 1: the prompt is \[\]; expected"),
     ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], r"row 0: the prompt is .*; expected"),
@@ -173,7 +241,7 @@ def test_what_a_template_raises_is_shown(with_bos):
     ("b.jsonl", b"\xff\xfe", "cannot load data set .*b.jsonl.*utf-8"),
     ("c.txt", b"", r"cannot load data set .*c.txt.*; expected 'arithmetic', .* a file \(.jsonl, .json, .csv, .parq"),
     ("d.parquet", b"1", "cannot load data set .*d.parquet"),
-    ("e.json", b"[1]", "row 0 of the data is 1; expected an object with the prompt by its name"),
+    ("e.json", b"[1]", "data set '.*e.json', row 0 is 1; expected an object with the prompt by its name"),
     ("f.json", b"[1", "f.json.*: it is not JSON: "),
     ("g.csv", b"prompt\n1,2", "g.csv.*: a row has more values than the first line has names"),
 ])  # fmt: skip
@@ -192,7 +260,7 @@ GOLD = {"columns": Columns("prompt", "gold")}
     ([{"question": "1"}], {}, "the data has no column \"prompt\"; found 'question': prompt_column names it"),
     ([{"prompt": "1"}], GOLD, "no column \"gold\"; found 'prompt': answer_column"),
     ([{"prompt": "1", "answer": "2", "gold": "3"}], GOLD, "the data has a column 'answer' beside answer_column=gold"),
-    ([7], {}, "row 0 of the data is 7; expected an object"),
+    ([7], {}, "the data, row 0 is 7; expected an object"),
     ("arithmetic", {"config": "main"}, "dataset_config='main' with 'arithmetic'"),
     ("arithmetic", {"split": "dev"}, "split='dev' of the generated task 'arithmetic'; expected 'train' or 'test'"),
 ])  # fmt: skip

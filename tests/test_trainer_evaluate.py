@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from training import run as train
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import evaluate as module
 from grpo_kernels.trainer.data import Prompt
-from grpo_kernels.trainer.evaluate import evaluate, pass_at_k
+from grpo_kernels.trainer.evaluate import evaluate, final_answer, majority_at_k, pass_at_k
 
 PROMPTS = [Prompt(f"{n}+1=", [n], {"answer": str(n + 1)}) for n in range(6)]
 
@@ -50,6 +51,22 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(samples):
             assert pass_at_k(samples, correct, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-15)
 
 
+@pytest.mark.parametrize(("answers", "correct", "expected"), [
+    ("abb", [1, 0, 0], 0.0),
+    ("ba", [0, 1], 0.5),  # a tie counts in part, whatever the order
+    ("abcd", [0, 0, 0, 1], 0.25),
+    ([None, None, "a"], [0, 0, 1], 1.0),  # no answer, no vote
+    ([None, None], [0, 0], 0.0),
+])  # fmt: skip
+def test_majority(answers, correct, expected):
+    assert majority_at_k(list(answers), [bool(mark) for mark in correct]) == expected
+
+
+def test_what_votes():
+    texts = ("<answer> 7 </answer>", "#### 7", "the answer is 7.0", " 7 ", "", "<answer>7</answer><answer>8</answer>")
+    assert [*map(final_answer, texts)] == ["7", 7, 7, "7", None, texts[-1]]
+
+
 # --- evaluate ---------------------------------------------------------------------------------------------------------
 
 
@@ -61,6 +78,7 @@ def test_means_over_problems():
         "greedy_reward": pytest.approx(1.5 / 5), "pass_at_1": pytest.approx(2 / 4 / 6), "pass_at_k": {
             "1": pytest.approx(2 / 4 / 6), "2": pytest.approx(5 / 6 / 6), "4": pytest.approx(1 / 6),
         },
+        "majority_at_k": pytest.approx((2 / 4) / 6),  # "1", "0", "1!", "?": a vote each
         "best_of_n": pytest.approx(1.5 / 6), "greedy": pytest.approx(1 / 6), "mean_length": pytest.approx(25 / 24),
         "problems": 6, "samples": 4, "unscored": 1, "examples": [
             {"prompt": f"{i}+1=", "completion": text, "reward": reward}
@@ -78,7 +96,7 @@ def test_accuracy_only_where_rewards_say_what_is_correct():
         assert known == ("pass@1" in module.table(found)) == ("no pass@k" not in module.table(found))
     assert found["reward"] is found["greedy_reward"] is found["best_of_n"] is None and found["unscored"] == 12
     found = evaluated(["0!"], correct_at=0.5)
-    assert found["pass_at_1"] == 1.0
+    assert found["pass_at_1"] == found["majority_at_k"] == 1.0
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -93,6 +111,8 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
         found = json.loads(Path("found.json").read_text())
         assert found["pass_at_1"] == summary["pass_at_1_after"] and found["problems"] == 12
     argv = [str(model), "--dataset-name", str(data), "--reward-funcs", "exact_answer", "--max-completion-length", "5"]
+    assert main(["evaluate", *argv, "--num-samples", "3", "--ks", "3"]) == 0
+    assert re.findall(r"(?:pass|majority)@\d", capsys.readouterr().out)[-2:] == ["pass@3", "majority@3"]
     assert main(["evaluate", *argv, "--num-samples", "2"]) == 0
     found = capsys.readouterr()
     assert "12 problems, 2 samples each" in found.out and "pass@2" in found.out
@@ -105,6 +125,7 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
         "no-such": "no-such is neither the output folder of a run nor its checkpoint; a model needs --dataset-name a",
         "run/model": "run/model is neither the output folder of a run nor its checkpoint; a model needs",
         "run --num-samples 0": "num_samples=0; expected at least 1",
+        "run --ks 1 8": "ks=[1, 8]; expected numbers from 1 to num_samples=4",
         "run --max-prompts -1": "eval_max_prompts=-1; expected",
         "run --max-completion-length 0": "max_completion_length=0; expected",
         "run --temperature 0": "temperature=0.0; expected",
@@ -130,7 +151,7 @@ def test_nothing_that_a_folder_names_is_executed(model, data, tmp_path, monkeypa
     }
     Path("made").unlink()
     sys.modules.pop(str(tmp_path / "mine.py"))
-    own, built_in = ["--reward-funcs", "mine.py:f"], {"reward_funcs": ["arithmetic"]}
+    own, built_in = ["--reward-funcs", "mine.py:f"], {"reward_funcs": ["arithmetic", "soft_overlong=2"]}
     for changes, words, message in (
         ({}, [], ".json names reward functions that are code: 'mine.py:f'; to run it, expected --reward-funcs with"),
         ({"reward_funcs": ["arithmetic", "mine:f"]}, [], "reward functions that are code: 'arithmetic', 'mine:f'"),

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,7 @@ def refused(model, data, tmp_path, capfd):
     ({"ref_model_sync_steps": 4}, ["ref_model_sync_steps=4", "without beta"]),
     ({"reward_funcs": None}, ["reward_funcs is empty"]),
     ({"reward_funcs": "no_such_reward"}, ["no_such_reward", "exact_answer"]),
+    ({"reward_funcs": "soft_overlong=6"}, ["reward 'soft_overlong=6': ", "1 to max_completion_length=5"]),
     ({"model_name_or_path": "no/such/model"}, ["model_name_or_path=no/such/model: there is no such file or folder"]),
     ({"dataset_name": "no.csv"}, ["dataset_name=no.csv: there is no such file or folder"]),
     ({"prompt_column": "question"}, ["has no column \"question\"; found 'prompt', 'answer'"]),
@@ -113,8 +115,16 @@ def refused(model, data, tmp_path, capfd):
     ({"teacher_model_name_or_path": ".", "loss_options": {"sparse_backward": 0.1}}, ["sparse_backward", "teacher_m"]),
     ({"teacher_model_name_or_path": ".", "loss_options": {"distill_coef": 0.0}}, ["distill_coef=0 leaves"]),
     ({"teacher_model_name_or_path": ".", "loss_options": {"divergence_beta": 0.5}}, ["divergence_beta=0.5 has no"]),
+    ({"teacher_top_k": 4}, ["teacher_top_k=4 has no effect without teacher_model_name_or_path"]),
+    ({"teacher_model_name_or_path": ".", "teacher_top_k": 0}, ["teacher_top_k=0", "at least 1"]),
+    ({"teacher_model_name_or_path": ".", "teacher_top_k_mode": "truncate"}, ["has no effect without teacher_top_k"]),
     ({"teacher_model_name_or_path": "."}, ["teacher_model_name_or_path=.: "]),
     ({"use_vllm": True}, ["use_vllm needs vllm: pip install vllm"]),
+    ({"rollout_rs": {"token_k1": [0.5, 2.0]}}, ["rollout_rs={'token_k1': [0.5, 2.0]} has no effect without use_vllm"]),
+    ({"use_vllm": True, "rollout_rs": {"token_k4": 1}}, ["a key of rollout_rs='token_k4'; expected one of token_k1"]),
+    ({"use_vllm": True, "rollout_rs": {"token_k1": 2}}, ["rollout_rs['token_k1']=2; expected a pair"]),
+    ({"use_vllm": True, "rollout_is_batch_normalize": True, "vllm_importance_sampling_mode": "none"},
+     ["rollout_is_batch_normalize=True has no effect without use_vllm and a vllm_importance_sampling_mode"]),
     ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p", "needs a top_k"]),
     ({"reward_funcs": "test_trainer_input:reads_gold"}, ["'reads_gold' reads the column 'gold'; there are: answer"]),
 ])  # fmt: skip
@@ -345,7 +355,14 @@ def test_the_wrong_reward_fails_the_dry_run_too(name, where, data, refused, tmp_
 
 
 def test_what_could_not_be_saved_is_known_before_the_first_step(model, refused, tmp_path, monkeypatch, capfd):
+    def full(path):
+        return SimpleNamespace(free=2**20 // 50)
+
     for further in ({}, {"dry_run": True}):
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.disk_usage", full)
+            words = f"output_dir={tmp_path / 'run'}: a checkpoint takes 0.1 MiB, its disk has 0.0 MiB left"
+            assert words in refused(**further)
         with monkeypatch.context() as patched:
             patched.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", out_of_space)
             assert "run: model and tokenizer cannot be saved: OSError: [Errno 28] no space" in refused(**further)
@@ -359,11 +376,15 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_pat
     output = tmp_path / "run"
     assert run(model, data, output, dry_run=True, beta=0.1, reward_funcs="training:length") == 0
     out = capfd.readouterr().out
-    for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion "):
+    for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion ",
+                  "1 process,", "MiB for a checkpoint", "of the completions do not end within"):  # fmt: skip
         assert words in out, out
-    assert "1 process," in out and "note       0%" not in out and "float32 copies" not in out
-    assert run(model, data, output, dry_run=True, reward_funcs="training:length", dtype="bfloat16") == 0
-    assert not output.exists()
+    assert "equal rewards" not in out
+    options = {"reward_funcs": None, "teacher_model_name_or_path": model, "dtype": "bfloat16"}
+    assert run(model, data, output, dry_run=True, **options) == 0
+    assert "rewards    none" in capfd.readouterr().out and not output.exists()
+    assert run(model, data, output, dry_run=True, reward_funcs="training:constant") == 0
+    assert "note       100% of the groups have equal rewards" in capfd.readouterr().out
 
 
 def test_the_command_line_and_yaml(tmp_path, capsys):
@@ -380,15 +401,16 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
     assert (found.reward_funcs, found.reward_weights, found.fsdp) == (["a"], [0.1, -1e-3], False)
     assert found.beta == 0.005  # as if it were not there
     assert parse(["--reward-weights", "1e-3", "-1e-3", "-.5"]).reward_weights == [1e-3, -1e-3, -0.5]
-    assert parse(["--bf16", "--use_cpu", "true"]).use_cpu and not parse(["--bf16=false"]).bf16
+    assert parse(["--bf16", "--use_cpu", "True"]).use_cpu and not parse(["--bf16=false"]).bf16
     path.write_text("[1, 2]")
     with pytest.raises(ValueError, match="expected options"):
         parse(["--config", str(path)])
     wrong = ["--max-step", "1", "--delta", "1", "--no-such-option"]
     guesses = "--max-step (did you mean --max-steps?) 1 --delta 1 --no-such-option\n"
     for words, message in (
-        (wrong, guesses), (["--bf16=maybe"], "--bf16: invalid loads value: 'maybe'"),
-        (["--loss-options={"], "--loss-options: invalid loads value: '{'"),
+        (wrong, guesses), (["--bf16=maybe"], "--bf16: invalid boolean value: 'maybe'"),
+        (["--loss-options={"], "--loss-options: invalid json_object value: '{'"),
+        (["--loss-options=3"], "--loss-options: invalid json_object value: '3'"),
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             main(["train", *words])
@@ -404,7 +426,7 @@ def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):
             main([*words])
         return capsys.readouterr().out
 
-    for command, defaults in dict.fromkeys(("train", "demo"), ("grpo-run", "1e-06", "500")).items():
+    for command, defaults in {"train": ("grpo-run", "1e-06", "500"), "demo": ("grpo-demo", "0.0002", "400")}.items():
         text = shown(command, "--help").replace("  --model {arithmetic,smollm2}", "").replace("  --task {", "")
         assert text.startswith(f"usage: grpo-kernels {command} [options]\n")
         for name, default in zip(("output-dir X", "learning-rate R", "max-steps N"), defaults, strict=True):

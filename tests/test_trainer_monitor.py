@@ -68,6 +68,22 @@ def test_gradient_norms_are_compared_with_the_median_before(norms, severity):
     assert [alarm.severity for _, alarm in found] == ([severity] if severity else [])
 
 
+@pytest.mark.parametrize(("key", "at", "rise", "found"), [
+    ("divergence", lambda step: 1e-4 * step, 0, []),  # from a teacher that is the model of the start
+    ("divergence", lambda step: 0.2 if step <= 20 else 0.29, 0, []),
+    ("divergence", lambda step: 0.2 if step <= 20 else 0.31, 0, ["divergence_rises"]),
+    ("completions/mean_length", lambda step: 100 + step, 0, ["length_bias"]),
+    ("completions/mean_length", lambda step: 100 + step, 1e-3, []),  # longer, and better
+    ("completions/mean_length", lambda step: 100 + 0.3 * step, 0, []),
+    ("unscored", lambda step: 1, 0, ["unscored"]),
+    ("unscored", lambda step: step % 2, 0, []),
+])  # fmt: skip
+def test_what_grows_is_compared_with_earlier_steps(key, at, rise, found):
+    limits = {"reward_min": 0.0, "reward_max": 1.0, "completions/count": 16}
+    records = [{"step": step, key: at(step), "reward": 0.3 + rise * step, **limits} for step in range(1, 150)]
+    assert [alarm.kind for _, alarm in alarms(records)] == found
+
+
 def test_clipping_goes_by_updates_after_the_first_of_a_rollout():
     def found(**changes):
         records = [{"step": step, "clip_ratio/region": 0.3, "approx_kl": 0.05, **changes} for step in range(1, 30)]

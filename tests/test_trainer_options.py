@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import shutil
 from pathlib import Path
@@ -65,17 +66,28 @@ def teacher(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
-def test_a_teacher_alone_draws_the_policy_to_it(divergence, teacher, trained):
+@pytest.mark.parametrize(
+    ("divergence", "ids"),
+    [("reverse_kl", {}), ("jsd", {}), ("jsd", {"teacher_top_k": 8}),
+     ("forward_kl", {"teacher_top_k": 8, "teacher_top_k_mode": "renormalize"})],
+)  # fmt: skip
+def test_a_teacher_alone_draws_the_policy_to_it(divergence, ids, teacher, trained):
     """Without rewards: they are neither computed nor logged, and none of their alarms is raised."""
-    options = {"reward_funcs": None, "max_steps": 12, "teacher_model_name_or_path": teacher}
+    options = {"reward_funcs": None, "max_steps": 12, "teacher_model_name_or_path": teacher, **ids}
     options["loss_options"] = {"divergence": divergence}
     records = steps(trained(per_device_train_batch_size=16, **options))
     found = [record["divergence"] for record in records]
     assert found[-1] < 0.8 * found[0] and records[0]["loss"] == pytest.approx(found[0], rel=1e-4)
     assert not any("reward" in record for record in records)
+    assert ("divergence/mass" in records[0]) == (ids == {"teacher_top_k": 8})
     alarms = [alarm["kind"] for record in records for alarm in record.get("warnings", [])]
     assert set(alarms) <= {"truncation"}  # which this model earns
+
+
+def test_more_ids_than_there_are_for_a_teacher(model, data, teacher, tmp_path, capsys):
+    options = {"teacher_model_name_or_path": teacher, "teacher_top_k": 1000}
+    assert training.run(model, data, tmp_path / "run", **options) != 0
+    assert "teacher_top_k=1000: Teacher.top_k=1000; expected at most" in capsys.readouterr().err
 
 
 def test_rewards_beside_a_teacher(teacher, trained):
@@ -132,23 +144,65 @@ def test_what_reward_functions_log(trained):
     assert sample["extra"]["reward"] == "2020-01-01" and isinstance(sample["reward"], float)
 
 
-@pytest.mark.parametrize("text", ["a\nbc\nd", "\u3002\n\u3002\u3002\n", "\n\n", "ab", "caf\u00e9\nb"])
-def test_steps_are_those_of_the_text_whatever_its_tokens(text):
+def tokenizer_of(kind):
+    """Bytes, some of them joined across characters; words behind a blank, the first of which is stripped; bytes as a
+    fallback. With an end that is a special token."""
+    if kind == "bytes":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        merges = [
+            ("a", "\u010a"),
+            ("\u010a", "\u010a"),
+            ("\u010a", "\u00c3"),
+            ("\u00e3", "\u0122"),
+        ]  # parts of characters
+        made = Tokenizer(models.BPE({word: i for i, word in enumerate([*alphabet, *map("".join, merges)])}, merges))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+    else:
+        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"ab\u2581", "\u2581a", "\u2581ab", "b\u2581"]
+        merges = [("\u2581", "a"), ("\u2581a", "b"), ("b", "\u2581")]
+        vocabulary = {word: i for i, word in enumerate(words)}
+        made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Sequence([
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+        ])  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_steps_are_those_of_the_text_whatever_its_tokens(kind):
     """As many as a split of the text finds; each ends with the first token with which its delimiter is whole."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "\u010a"), ("\u010a", "\u010a"), ("\u00e3", "\u0122")]  # a\n, \n\n, part of a character
-    made = Tokenizer(models.BPE({word: i for i, word in enumerate([*alphabet, *map("".join, merges)])}, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
-    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    for delimiter in ("\n", "\n\n", "\u3002", "\u00e9"):
-        parts = text.split(delimiter)
-        parts = parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts
-        starts = [delimiter.join(parts[:i]) + delimiter for i in range(1, len(parts))]
-        decoded = [tokenizer.decode(ids[: k + 1], skip_special_tokens=True) for k in range(len(ids))]
-        expected = [next(k for k, words in enumerate(decoded) if words.startswith(start)) for start in starts]
-        assert step_ends(ids, tokenizer, delimiter) == [*expected, len(ids) - 1]
+    tokenizer, rng = tokenizer_of(kind), random.Random(0)
+    delimiters = ["\n", "\n\n", "\u3002", "\u2192", "\u00e9", " \u043a\u0438", " a", "b ", "\U0001f600", "aa"]
+
+    def text_of(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    for _ in range(100):
+        text = "".join(rng.choice([*delimiters, *"abab  \n"]) for _ in range(rng.randrange(12)))
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        for delimiter in delimiters:
+            parts = text_of(ids).split(delimiter)
+            parts = parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts
+            starts = [delimiter.join(parts[:i]) + delimiter for i in range(1, len(parts))]
+            expected = [next(k for k in range(len(ids)) if text_of(ids[: k + 1]).startswith(start)) for start in starts]
+            assert step_ends(ids, tokenizer, delimiter) == [*expected, len(ids) - 1], (text, delimiter)
+
+
+@pytest.mark.parametrize("text", ["ab\n\u3002", "\u3002"])
+def test_finding_steps_decodes_pieces_of_a_few_tokens(text):
+    """Of characters, and of bytes that are none: behind the whole text the time would grow with its square."""
+    tokenizer, read = tokenizer_of("bytes"), []
+    ids = [*tokenizer("a\n")["input_ids"], *tokenizer(text)["input_ids"][-1 if text == "\u3002" else 0 :] * 1000]
+
+    class Counts:
+        def decode(self, part, **options):
+            read.append(len(part))
+            return tokenizer.decode(part, **options)
+
+    assert step_ends(ids, Counts(), "\n")[0] == 0 and read[0] == len(ids)
+    assert max(read[1:]) <= 20 and len(read) <= 2 * len(ids) + 1
 
 
 def test_denominators_count_what_is_scored():
@@ -214,16 +268,18 @@ def test_a_reward_that_changes_the_working_directory(model, data, tmp_path, monk
     """When it is imported, and when it is called: paths are those of the directory that the run was started in."""
     text = "import os\nos.chdir('/')\ndef ids(completion_ids, **_):\n    os.chdir('/tmp')\n"
     (tmp_path / "away.py").write_text(text + "    return [float(ids[0]) for ids in completion_ids]\n")
+    (tmp_path / "other.py").write_text("def zero(completions, **_):\n    return [0.0] * len(completions)\n")
     shutil.copytree(model, tmp_path / "model")
     shutil.copy(data, tmp_path / "data.jsonl")
     options = {"model": Path("model"), "data": Path("data.jsonl"), "save_steps": 1, "max_steps": 4,
-               "reward_funcs": "away.py:ids", "eval_dataset_name": "data.jsonl"}  # fmt: skip
+               "reward_funcs": ["away.py:ids", "other.py:zero"], "eval_dataset_name": "data.jsonl"}  # fmt: skip
     for name, further in (
         ("run", {"save_total_limit": 9}),
         ("resumed", {"resume_from_checkpoint": "run/checkpoint-2"}),
+        ("in processes", {"reward_timeout": 9.0, "max_steps": 1}),
     ):
         monkeypatch.chdir(tmp_path)
-        assert run(output=Path(name), **options, **further) == 0
+        assert run(output=Path(name), **options | further) == 0
         monkeypatch.chdir(tmp_path)
         assert (Path(name) / "report.html").exists() and (Path(name) / "model").is_dir()
         assert json.loads((Path(name) / "config.json").read_text())["output_dir"] == name  # as given

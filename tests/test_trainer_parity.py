@@ -195,7 +195,13 @@ def test_steps_with_unscored_completions_equal_trls(rollouts, tmp_path):
 # Completions of unequal lengths fall on different ranks and passes: sums have to be divided by what all have together.
 _HALF = dict(per_device_train_batch_size=2)
 PROCESSES: dict[str, dict[str, Any]] = {
-    "dapo": dict(beta=0.1),
+    "dapo": dict(
+        beta=0.1,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=1.05,
+        rollout_is_batch_normalize=True,
+        rollout_rs={"token_k1": [0.9, 1.2]},
+    ),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02),
     "entropy bonus": dict(entropy_coef=0.05, scale_rewards="batch", share_prompts=True),
     "truncated completions masked": dict(mask_truncated_completions=True),
@@ -217,6 +223,7 @@ FOUR_STEPS = {"max_steps": 4, "save_steps": 1, "num_iterations": 2, "steps_per_g
 ENDS: dict[str, tuple[int, dict[str, Any]]] = {  # exit status and options
     "short": (1, {"reward_funcs": "trainer_ranks:short_on_rank_1"}),
     "raises": (0, {"reward_funcs": "trainer_ranks:raises_on_rank_1", "max_steps": 1}),
+    "raises twice": (1, {"reward_funcs": "trainer_ranks:raises_on_rank_1", "max_steps": 8}),
     "broken": (1, {"reward_funcs": "trainer_ranks:breaks_rank_1"}),
     "broken shard": (1, {"reward_funcs": "trainer_ranks:breaks_rank_1", "fsdp": True}),
     "signal": (143, {"reward_funcs": "trainer_ranks:signals_rank_1"}),
@@ -267,6 +274,7 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
     assert weights_differ(tmp_path / "bfloat16", tmp_path / "bfloat16, resumed") == 0.0
     for name, options in one.items():
         expected = train(tmp_path / f"one, {name}", rollouts, **options)
+        assert ("rollout_rs" in options) == any(record.get("rollout_weight/dropped") for record in expected)
         for folder in (tmp_path / f"{kind}, {name}" for kind, (_, compared) in KINDS.items() if name in compared):
             check_steps(folder, expected)
             assert weights_differ(folder, tmp_path / f"one, {name}") < TOLERANCE, folder
@@ -287,8 +295,11 @@ def check_ends(folder: Path, said: str) -> None:
     # A reward that fails in one: its completions are unscored, and that is said.
     assert training.steps(folder / "raises")[0]["unscored"] == 8
     assert "8 completions unscored, the first by raises_on_rank_1: KeyError: 'only here'" in said
-    assert said.count("failed for every completion of step 1 on rank 1 of 2; its own traceback") == 1
-    assert said.count('raise KeyError("only here")') >= 1
+    assert said.count("failed for every completion of step 1 on rank 1 of 2; its own traceback") == 2
+    # In a second rollout it ends the run, with its own traceback.
+    assert [step["unscored"] for step in training.steps(folder / "raises twice")] == [8] * 4
+    reason = "failed for every completion of step 5 on rank 1 of 2, as in the rollout before; its own traceback"
+    assert said.count(reason) == 2 and said.count('raise KeyError("only here")') >= 4
     # What is broken in one is saved by none.
     for name in ("broken", "broken shard"):
         assert {path.name for path in (folder / name).glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}

@@ -11,8 +11,9 @@ import training
 from training import rollouts, steps
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
+import grpo_kernels as gk
 from grpo_kernels.trainer.arguments import TrainArguments
-from grpo_kernels.trainer.batch import model_inputs
+from grpo_kernels.trainer.batch import assign_weights, model_inputs
 from grpo_kernels.trainer.model import Policy
 from grpo_kernels.trainer.rollout import Completion, infer
 from grpo_kernels.trainer.sampling import generate
@@ -121,6 +122,61 @@ def test_pitfall_10_the_distance_to_the_sampling_policy_is_logged_and_corrected(
     assert on["grad_norm"] == pytest.approx(1.2 * off["grad_norm"], rel=1e-4) and "rollout_weight/mean" not in off
 
 
+def test_pitfall_10_weights_are_normalised_and_samples_rejected_over_the_rollout(trained):
+    """Whatever the split into passes, and after a resume in the middle of the rollout; equal to the functions."""
+    options = {"reward_funcs": "training:length", "num_iterations": 2, "max_steps": 2}
+    (rollout,) = rollouts(source := trained("source", **options))
+    for c in rollout:  # as if the engine had sampled from another policy
+        c.logps += 0.3 * torch.randn(c.logps.shape)
+    training.write_rollout(source, 0, rollout)
+    corrected = options | {
+        "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2,
+        "rollout_is_batch_normalize": True, "rollout_rs": {"token_k1": [0.6, 1.6], "seq_mean_k3": 0.1},
+    }  # fmt: skip
+    found = {}
+    for name, own in {
+        "whole": {}, "split": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "rejected": {"vllm_importance_sampling_mode": "none", "rollout_is_batch_normalize": False,
+                     "vllm_importance_sampling_clip_max": 3.0},
+    }.items():  # fmt: skip
+        with training.replayed(source):
+            found[name] = steps(trained(name, **corrected | own))
+    first, second = found["whole"]
+    names = ("rollout_weight/mean", "rollout_weight/dropped", "rollout_ess", "rollout_ratio/ess", "perplexity/rollout")
+    assert [first[name] for name in names] == [second[name] for name in names]
+    for name in ("loss", "grad_norm", *names):
+        assert found["split"][0][name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
+
+    logps = (torch.nn.utils.rnn.pad_sequence([getattr(c, x) for c in rollout], True) for x in ("old_logps", "logps"))
+    (old, sampled), lengths = logps, torch.tensor([len(c.ids) for c in rollout])
+    given = dict(completion_mask=torch.arange(old.shape[1]) < lengths[:, None])
+    kept = gk.rejection_mask(old, sampled, corrected["rollout_rs"], **given)
+    weights = gk.rollout_weights(old, sampled, cap=1.2, batch_normalize=True, **given) * kept
+    assert 0 < first["rollout_weight/dropped"] == pytest.approx(1 - (kept.sum() / lengths.sum()).item())
+    assert first["rollout_weight/mean"] == pytest.approx((weights.sum() / lengths.sum()).item(), rel=1e-4)
+    rejected = found["rejected"][0]
+    assert rejected["rollout_weight/max"] == 1 and rejected["rollout_weight/min"] == 0
+    assert rejected["rollout_ess"] == pytest.approx(rejected["rollout_weight/mean"])
+    assert rejected["rollout_weight/dropped"] == first["rollout_weight/dropped"]
+    for last in (1, 2):
+        with training.replayed(source):
+            resumed = steps(trained("cut", **corrected | {"max_steps": last, "resume_from_checkpoint": "auto"}))
+    assert [resumed[1][name] for name in ("loss", "grad_norm", *names)] == [
+        second[name] for name in ("loss", "grad_norm", *names)
+    ]
+
+
+def test_pitfall_10_weights_are_normalised_over_what_is_scored():
+    a = TrainArguments(use_vllm=True, vllm_importance_sampling_mode="token_truncate", rollout_is_batch_normalize=True)
+    a.mask_truncated_completions, rollout = True, []
+    for n in (3, 1, 2):  # the first has no end
+        logps = {"logps": torch.full((n,), -2.0), "old_logps": torch.full((n,), -2.0 - n / 9)}
+        rollout.append(Completion(0, "", [1], {}, [2] * n, n < 3, **logps))
+    assign_weights(rollout, a, "cpu")
+    scored = torch.cat([c.weight for c in rollout[1:]])
+    assert scored.mean().item() == pytest.approx(1.0) and scored.max() > scored.min()
+
+
 def test_pitfall_11_completions_without_a_verdict_are_out_of_baseline_and_gradient(trained, capfd):
     folder = trained(reward_funcs="training:sometimes_nan")
     rollout = rollouts(folder)[0]
@@ -139,7 +195,10 @@ def test_pitfall_11_completions_without_a_verdict_are_out_of_baseline_and_gradie
 def test_pitfall_11_a_pass_without_a_scored_token_is_no_error(trained):
     options = {"mask_truncated_completions": True, "max_completion_length": 1, "per_device_train_batch_size": 1,
                "gradient_accumulation_steps": 8, "reward_funcs": "training:length"}  # fmt: skip
-    assert all(math.isfinite(record["grad_norm"]) for record in steps(trained(**options)))
+    records = steps(trained(**options, num_iterations=2))
+    assert all(math.isfinite(record["grad_norm"]) for record in records)
+    for name in ("ratio/min", "rollout_ratio/min"):  # a pass without a token has no extreme
+        assert {record[name] > 0.5 for record in records if name in record} == {True}
 
 
 def test_pitfall_15_groups_of_equal_rewards_are_out_of_the_loss(trained):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -247,9 +249,22 @@ def test_adapters_whose_files_cannot_be_used(model, data, tmp_path):
             train(start, training.length, rows_of(data), options(tmp_path / "run", use_peft=True))
 
 
-def test_a_time_limit_needs_the_name_of_a_function(model, data, tmp_path):
-    with pytest.raises(ValueError, match=r"reward_timeout=9.0: a process imports functions; expected their names"):
-        train(str(model), training.length, str(data), options(tmp_path / "run", reward_timeout=9.0))
+def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path, monkeypatch):
+    def local(completions, **columns):
+        return [0.0] * len(completions)
+
+    with pytest.raises(
+        ValueError, match=r"reward_timeout with .*local, which no process can import; expected a function"
+    ):
+        train(str(model), local, str(data), options(tmp_path / "run", reward_timeout=9.0))
+    code = "import os\nparent = os.getpid()\ndef elsewhere(completions, **_):\n"
+    code += "    return [float(os.environ['TRAINER'] != str(os.getpid()))] * len(completions)\n"
+    (tmp_path / "light_reward.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TRAINER", str(os.getpid()))
+    function = importlib.import_module("light_reward").elsewhere
+    train(str(model), function, str(data), options(tmp_path / "run", reward_timeout=9.0))
+    assert [step["reward"] for step in training.steps(tmp_path / "run")] == [1.0] * 3
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), [

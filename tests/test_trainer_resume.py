@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import resource
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import training
+from safetensors.torch import load_file, save_file
 from training import run, same_weights, steps
 
 from grpo_kernels.trainer import RunError, files
@@ -129,6 +134,31 @@ def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when
     assert same_weights(whole, tmp_path / "run")
 
 
+def test_a_run_whose_terminal_closes_saves(model, data, tmp_path):
+    """To write to that terminal is an error from then on, and a progress bar is written to it all the time."""
+
+    def take_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which a run respects
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    words = training.arguments(model, data, tmp_path / "run", **HARD | {"max_steps": 10**6})
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_kernels", "train", *words], stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=take_terminal, env=training.ENVIRONMENT,
+    )  # fmt: skip
+    os.close(theirs)
+    with process:
+        shown, end = b"", time.monotonic() + 300
+        while b"updates" not in shown and time.monotonic() < end:
+            if select.select([ours], [], [], 1)[0]:
+                shown += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(timeout=300) == 129, shown
+    assert b"updates" in shown and len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
+
+
 # --- pitfall 19 -------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +196,7 @@ def test_19_a_folder_is_replaced_whole_or_not_at_all(error, tmp_path):
         if error:
             raise error
 
-    for name in ("checkpoint-1", ".checkpoint-1.partial"):
+    for name in ("checkpoint-1", ".checkpoint-1.replaced", ".checkpoint-1.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "old").write_text("")
     with pytest.raises(error) if error else contextlib.nullcontext():
@@ -202,12 +232,32 @@ def changed_state(**fields):
 WEIGHT = "lm.model.embed_tokens.weight"
 
 
+def changed_number(*keys, value):
+    """Set a number of state.pt, or of a safetensors file, to `value`."""
+
+    def write(path):
+        found = tensors = torch.load(path) if path.suffix == ".pt" else load_file(path)
+        for key in keys:
+            found = found[key]
+        found.view(-1)[1] = value
+        torch.save(tensors, path) if path.suffix == ".pt" else save_file(tensors, path, {"format": "pt"})
+
+    return write
+
+
 @pytest.mark.parametrize(("files", "words"), [
     ({"state": changed_state(step=5)}, "state.pt is not as a run writes it: ValueError: its schedule is at another"),
     ({"state": changed_state(step="6")}, "state.pt is not as a run writes it: ValueError: its schedule is at another"),
     ({"state": changed_state(progress={})}, "state.pt is not as a run writes it: TypeError"),
     ({"state": changed_state(rollout=[{"ids": 7}])}, "state.pt is not as a run writes it: TypeError"),
     ({"state": changed_state(optimizer=None)}, "state.pt is not as a run writes it: ValueError: its optimizer is that"),
+    ({"state": changed_state(reference=[1])}, "AttributeError: "),
+    ({"state": changed_number("optimizer", "state", WEIGHT, "exp_avg_sq", value=math.inf)},
+     "state.pt has numbers that are not finite"),
+    ({"state": changed_number("reference", WEIGHT, value=math.nan)}, "state.pt has numbers that are not finite"),
+    ({"model": changed_number("lm_head.weight", value=math.nan)}, "model.safetensors has numbers that are not finite"),
+    ({"model": changed_number("lm_head.weight", value=1e25)}, "model.safetensors has numbers that are not finite"),
+    ({"model": lambda path: path.write_bytes(b"x" * 99)}, "SafetensorError: "),
     ({"state": lambda path: path.write_bytes(b"PK")}, "state.pt is not as a run writes it: "),
     ({"state": lambda path: torch.save(Path("x"), path)}, "state.pt is not as a run writes it: UnpicklingError"),
     ({"checksums.json": lambda path: os.truncate(path, path.stat().st_size // 2)}, "JSONDecodeError: "),
@@ -388,7 +438,7 @@ def test_pitfall_19_another_configuration_is_refused_by_name(model, data, whole,
 def test_a_longer_run_goes_on_where_the_rate_does_not_depend_on_the_length(model, data, output, capfd):
     """Another number of threads is said. What a killed process left is removed, and no other hidden file."""
     rewritten(output / "checkpoint-6", state=changed_state(environment={"threads": 99}))
-    for name in (".checkpoint-7.partial", ".model.partial"):
+    for name in (".checkpoint-7.partial", ".model.partial", ".checkpoint-5.replaced"):
         (output / name).mkdir()
     (output / ".notes.partial").write_text("")
     assert run(model, data, output, **RESUMED | {"max_steps": 8, "save_steps": 0}) == 0
@@ -423,13 +473,19 @@ def test_a_damaged_log_does_not_keep_a_run_from_going_on(name, harm, words, mode
     assert name == "samples.jsonl" or [record["step"] for record in records[-2:]] == [7, 8]
 
 
-def test_a_second_interrupt_does_not_wait(capfd):
+def test_a_second_interrupt_does_not_wait_and_nohup_is_respected(capfd):
     """The first Ctrl-C is noted, and answered at once; the second one interrupts at once."""
-    before = signal.getsignal(signal.SIGINT)
-    with (signals := Signals(Ranks())).noted():
-        signal.raise_signal(signal.SIGINT)
-        assert signals.received == signal.SIGINT
-        assert capfd.readouterr().err.strip() == "stopping after this step; Ctrl-C again quits now"
-        with pytest.raises(KeyboardInterrupt):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with (signals := Signals(Ranks())).noted():
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.received
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            assert signals.received == signal.SIGINT
+            assert capfd.readouterr().err.strip() == "stopping after this step; Ctrl-C again quits now"
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+    assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]

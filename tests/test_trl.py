@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import re
 import runpy
 import subprocess
 import sys
@@ -25,7 +28,9 @@ from trl.trainer import utils as trl_utils
 
 import grpo_kernels as gk
 from grpo_kernels.head import kept
+from grpo_kernels.head.truncation import Truncation, truncate
 from grpo_kernels.integrations import trl as integration
+from grpo_kernels.integrations.trl_support import truncation_of
 
 CASES = parity.CASES
 
@@ -217,6 +222,61 @@ def test_a_call_equals_trls(name):
             assert max(parity.differences(*calls)) < parity.TOLERANCE
 
 
+def sampled_elsewhere(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions as of another engine, which is nearly sure of a few tokens and does not know one."""
+    g = torch.Generator().manual_seed(trainer.state.global_step)
+    lengths = torch.randint(1, LENGTH + 1, (len(prompts),), generator=g).tolist()
+    logps = [(-4.1 + 0.4 * torch.randn(n, generator=g)).tolist() for n in lengths]
+    logps[0][0], logps[1][0] = float("nan"), -0.1
+    return {
+        "prompt_ids": [[11, 12]] * len(prompts), "logprobs": logps,
+        "completion_ids": [torch.randint(10, VOCAB, (n,), generator=g).tolist() for n in lengths],
+    }  # fmt: skip
+
+
+RS = {"token_k1": (0.3, 3.0), "seq_mean_k3": 1.0}
+
+
+@pytest.mark.parametrize("mode", VLLM_MODES)
+def test_weights_are_normalised_and_samples_rejected(mode, monkeypatch):
+    """Over a batch of generations, on top of TRL's own weights."""
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", lambda **_: SimpleNamespace(sync_weights=int))
+    options = dict(use_vllm=True, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=2.0)
+    given = dict(args=parity.trl_arguments(parity.saved_model("qwen2"), max_steps=2, **options))
+    given |= dict(reward_funcs=parity.reward, train_dataset=parity.prompts(), rollout_func=sampled_elsewhere)
+    found = {}
+    for normalize, rejects in itertools.product((False, True), repeat=2):
+        own = dict(rollout_is_batch_normalize=normalize, rollout_rs=RS if rejects else None)
+        trainer = parity.construct(partial(integration.FusedGRPOTrainer, **own), "qwen2", **given)
+        batch = trainer._generate_and_score_completions([{"prompt": "w11"}] * 8)
+        found[normalize, rejects] = batch["importance_sampling_ratio"]
+    names = ("completion_mask", "old_per_token_logps", "sampling_per_token_logps")
+    mask, old, sampled = (batch[name] for name in names)
+    kept = gk.rejection_mask(old, sampled, RS, completion_mask=mask)
+    assert 0 < kept.sum() < mask.sum() and kept[0, 0] and not kept[1, 0]
+    level = "token" if mode.startswith("token") else "sequence_sum"
+    own = dict(level=level, mode=mode.split("_")[1], cap=2.0, low=0.0, completion_mask=mask)
+    for (normalize, rejects), weights in found.items():
+        expected = gk.rollout_weights(old, sampled, batch_normalize=normalize, **own).view(len(old), -1)
+        expected = expected * kept if rejects else expected
+        assert weights.shape == expected.shape
+        torch.testing.assert_close(*(x.expand_as(mask)[mask.bool()] for x in (weights, expected)))
+    log = parity.result_of(trainer)["log"]
+    assert [0 < entry["sampling/rejected"] < 1 for entry in log if "sampling/rejected" in entry] == [True]
+    assert sum(entry.get("grad_norm", 0.0) > 0 for entry in log) == 2
+
+
+@pytest.mark.parametrize(("own", "words"), [
+    ({"rollout_rs": {"token_k1": (0.5, 2.0)}}, "rollout_rs={'token_k1': (0.5, 2.0)} has no effect without use_vllm"),
+    ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True has no effect without use_vllm"),
+    ({"rollout_rs": {"token_k1": 2.0}}, "rollout_rs['token_k1']=2.0; expected a pair of ratios"),
+    ({"rollout_rs": {}}, "rollout_rs={}; expected a dict of bounds"),
+])  # fmt: skip
+def test_corrections_that_cannot_act_are_refused(own, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parity.make_trainer(partial(integration.FusedGRPOTrainer, **own), "qwen2", {})
+
+
 TOKENS = [11, 20]
 HEADS = {
     "modules_to_save": (False, {"modules_to_save": ["lm_head"]}),
@@ -248,6 +308,270 @@ def test_bf16_autocast_stays_near_trls():
     for run in (found, expected):
         run["weights"] = {"all": torch.cat([g.flatten() for g in run["weights"].values()])}
     assert max(parity.differences(found, expected)) < 0.02
+
+
+# ---- truncated sampling ----------------------------------------------------------------------------------------------
+
+TRUNCATED: dict[str, dict[str, Any]] = {
+    "top_k": dict(top_k=9, num_iterations=2, beta=0.1, steps_per_generation=4),
+    "top_p": dict(top_p=0.8, beta=0.1, num_iterations=1, pad_to_multiple_of=5),  # old log-probabilities are not needed
+    "min_p after top_p": dict(top_p=0.6, min_p=0.4, steps_per_generation=4),
+    "all, LoRA": dict(top_k=20, top_p=0.9, min_p=0.1, beta=0.1, num_iterations=2, peft=True),
+}
+
+
+class EagerTrainer(trl.GRPOTrainer):
+    """TRL's loss of log-probabilities over `kept` (B, T, V) bool, from logits by autograd."""
+
+    kept: torch.Tensor
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **_):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        logps = (logits / self.temperature).masked_fill(~self.kept, -torch.inf).log_softmax(-1)
+        terms = torch.where(self.kept, logps.exp() * logps.masked_fill(~self.kept, 0.0), 0.0)
+        return logps.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], -terms.sum(-1), None
+
+
+def kept_rows(ids: list[torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+    """(B, T, V) bool of what travels with the rows."""
+    kept = torch.zeros(*counts.shape, VOCAB, dtype=torch.bool)
+    for row, numbers, found in zip(kept, counts, ids, strict=True):
+        for token, own in zip(row, found.split(numbers.tolist()), strict=True):
+            token[own.long()] = True
+    return kept
+
+
+def scored(trainer: Any, model: Any, output: dict[str, Any], kept: torch.Tensor) -> torch.Tensor:
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+    mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+    return EagerTrainer._get_per_token_logps_and_entropies(
+        SimpleNamespace(temperature=trainer.temperature, kept=kept), model, ids, mask, kept.shape[1]
+    )[0]
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_the_support_is_what_transformers_sampled_from(name, monkeypatch):
+    """And old and reference log-probabilities are over it. The reference is the model before adapters, which are not 0
+    here."""
+    trainer = parity.make_trainer(integration.FusedGRPOTrainer, "qwen2", TRUNCATED[name])
+    trainer.model.train()
+    drawn, multinomial = [], torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda p, *a, **k: drawn.append(p > 0) or multinomial(p, *a, **k))
+    with torch.no_grad():
+        for i, (weight_name, weight) in enumerate(trainer.model.named_parameters()):
+            if weight.requires_grad:  # the policy is not the reference any more
+                weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i)))
+                assert "lora" in weight_name or "peft" not in TRUNCATED[name]
+        output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+        mask = output["completion_mask"].bool()
+        kept = kept_rows(output["support_ids"], output["support_counts"])
+        assert mask.shape[1] % TRUNCATED[name].get("pad_to_multiple_of", 1) == 0 and not kept[~mask].any()
+        sampled = torch.stack([*drawn, *[drawn[0]] * (mask.shape[1] - len(drawn))], 1)
+        assert torch.equal(kept[mask], sampled[mask]) and kept[mask].sum(-1).float().mean() < 0.7 * VOCAB
+        kept |= ~mask[..., None]
+        old = scored(trainer, trainer.model, output, kept)
+        if "old_per_token_logps" in output:
+            torch.testing.assert_close(output["old_per_token_logps"][mask], old[mask], rtol=0, atol=2e-6)
+        assert ("old_per_token_logps" in output) == (name in ("top_k", "all, LoRA", "min_p after top_p"))
+        full = scored(trainer, trainer.model, output, torch.ones_like(kept))
+        mass = trainer._metrics["train"]["sampling/kept_mass"]
+        assert mass == pytest.approx([(full - old).exp()[mask].mean().item()], abs=1e-6)
+        assert trainer._metrics["train"]["sampling/support_added"] == [0.0]
+        if "beta" in TRUNCATED[name]:
+            with trainer.model.disable_adapter() if "peft" in TRUNCATED[name] else contextlib.nullcontext():
+                ref = scored(trainer, trainer.ref_model or trainer.model, output, kept)
+            torch.testing.assert_close(output["ref_per_token_logps"][mask], ref[mask], rtol=0, atol=2e-6)
+            assert (ref - old)[mask].abs().max() > 0.1
+    assert trainer.beta == TRUNCATED[name].get("beta", 0.0) and trainer._support is None
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "gspo level", "quantile", "bonus"])
+def test_the_loss_over_a_support_equals_trls_over_masked_logits(name):
+    options: dict[str, Any] = {"loss_type": name, "beta": 0.1}
+    if name not in ("grpo", "dapo", "cispo"):
+        options = {"loss_type": "grpo", "beta": 0.1} | {
+            "gspo level": {"importance_sampling_level": "sequence"}, "quantile": {"top_entropy_quantile": 0.4},
+            "bonus": {"entropy_coef": 0.1},
+        }[name]  # fmt: skip
+    inputs = crafted_inputs()
+    mask = inputs["completion_mask"].bool()
+    kept = torch.rand(*mask.shape, VOCAB, generator=torch.Generator().manual_seed(9)) < 0.2
+    kept = (kept & mask[..., None]).scatter(-1, inputs["completion_ids"][..., None], mask[..., None])
+    ids = [row.nonzero()[:, 1].int() for row in kept]
+    found = []
+    for cls in (integration.FusedGRPOTrainer, EagerTrainer):
+        trainer = parity.make_trainer(cls, "granite", {**options, "top_k": 9})
+        trainer.kept = kept | ~mask[..., None]
+        trainer.current_gradient_accumulation_steps = 2
+        trainer.model.train()
+        loss = trainer._compute_loss(trainer.model, inputs | {"support_ids": ids, "support_counts": kept.sum(-1)})
+        loss.backward()
+        log = {"loss": loss.item(), **{key: x for key, (x,) in trainer._metrics["train"].items()}}
+        found.append({"log": [log], "weights": {n: p.grad for n, p in trainer.model.named_parameters()}})
+    assert max(parity.differences(*found)) < parity.TOLERANCE
+
+
+class Watched(integration.FusedGRPOTrainer):
+    """Compares what travels through shuffling and splitting with what the policy, which stands still, kept."""
+
+    watched = 0
+
+    def _compute_loss(self, model, inputs):
+        kept = kept_rows(inputs["support_ids"], inputs["support_counts"])
+        mask = inputs["completion_mask"].bool()
+        full = scored(self, model, inputs, torch.ones_like(kept)).detach()
+        own = scored(self, model, inputs, kept | ~mask[..., None]).detach()
+        likely = torch.where(mask, inputs["support_counts"], 9) <= 10
+        Watched.watched += int(likely.all() and bool(((own - full)[mask] > 0.1).all()))
+        loss = super()._compute_loss(model, inputs)
+        if "old_per_token_logps" in inputs:
+            torch.testing.assert_close(inputs["old_per_token_logps"][mask], own[mask], rtol=0, atol=2e-6)
+        return loss
+
+
+def test_a_run_keeps_rows_and_supports_together():
+    options = dict(top_k=9, learning_rate=0.0, num_iterations=2, steps_per_generation=4, max_steps=6, beta=0.1)
+    log = parity.result_of(parity.make_trainer(Watched, "qwen2", options))["log"]
+    assert Watched.watched == 12  # micro-batches
+    losses = [entry for entry in log if "loss" in entry]
+    assert all(entry["clip_ratio/region_mean"] == 0 and abs(entry["kl"]) < 1e-6 for entry in losses)
+
+
+def test_without_the_support_the_numbers_are_trls():
+    options = dict(loss_type="dapo", top_k=9, top_p=0.9, max_steps=4)
+    expected = parity.result_of(parity.make_trainer(trl.GRPOTrainer, "qwen2", options))
+    found = {}
+    for wanted in (False, True):
+        cls = partial(integration.FusedGRPOTrainer, truncated_support=wanted)
+        found[wanted] = parity.result_of(parity.make_trainer(cls, "qwen2", options))
+    assert max(parity.differences(found[False], expected)) < parity.TOLERANCE
+    assert found[True]["log"][0]["entropy"] < 0.8 * expected["log"][0]["entropy"]
+    assert "sampling/kept_mass" in found[True]["log"][0] and "sampling/kept_mass" not in found[False]["log"][0]
+
+
+class Engine:
+    """A rollout_func that samples as vLLM does: with log-probabilities over the kept ids, and the ids if asked for."""
+
+    def __init__(self, returns_masks: bool = False, change: Any = None) -> None:
+        self.returns_masks, self.change = returns_masks, change
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions, logps, masks = [], [], []
+        for i, prompt in enumerate(ids):
+            tokens, own, kept = [], [], []
+            for _ in range(3 + i % 4):
+                z = trainer.model(input_ids=torch.tensor([prompt + tokens])).logits[:, -1] / trainer.temperature
+                keep = truncate(z, Truncation(trainer.args.top_k, trainer.args.top_p))
+                log_p = z.masked_fill(~keep, -torch.inf).log_softmax(-1)[0]
+                tokens.append(int(torch.multinomial(log_p.exp(), 1)))
+                own.append(log_p[tokens[-1]].item())
+                kept.append(keep[0].nonzero()[:, 0].tolist())
+            completions.append(tokens), logps.append(own), masks.append(kept)
+        found = {"prompt_ids": ids, "completion_ids": completions, "logprobs": logps}
+        if self.returns_masks:
+            found["sampling_mask"] = masks if self.change is None else self.change(masks)
+        return found
+
+
+def sampled_by(cls: Any, engine: Engine, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A trainer whose engine is this one; a rollout."""
+    trainer = parity.make_trainer(partial(cls, rollout_func=engine), "qwen2", options)
+    trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(sync_weights=lambda: None)
+    trainer._last_loaded_step = -1
+    trainer.model.train()
+    return trainer, trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+
+
+@pytest.mark.parametrize("returns_masks", [False, True])
+def test_before_any_update_importance_ratios_are_1(returns_masks, capsys):
+    """TRL's own carry the kept mass."""
+    options = dict(top_k=50, top_p=0.9, vllm_importance_sampling_mode="token_truncate")
+    ratios = {}
+    for cls in (integration.FusedGRPOTrainer, trl.GRPOTrainer):
+        engine = Engine(returns_masks and cls is integration.FusedGRPOTrainer)
+        trainer, output = sampled_by(cls, engine, **options)
+        ratios[cls] = output["importance_sampling_ratio"][output["completion_mask"].bool()]
+        if cls is integration.FusedGRPOTrainer:
+            assert ("support_added" in str([*trainer._metrics["train"]])) != returns_masks
+            (mass,) = trainer._metrics["train"]["sampling/kept_mass"]
+    ours, trls = ratios.values()
+    assert ((ours - 1).abs() < 1e-5).all() and trls.mean() < 0.92 and abs(mass - trls.mean()) < 0.02
+    with capsys.disabled():
+        outside = [((r - 1).abs() > 0.01).double().mean().item() for r in (ours, trls)]
+        print(f"\nratio before any update: {ours.mean():.3f}, outside of [0.99, 1.01] {outside[0]:.1%}; "
+              f"TRL {trls.mean():.3f}, {outside[1]:.1%}")  # fmt: skip
+
+
+def test_masks_of_a_rollout_func():
+    """The engine's are taken as they are, where they differ from what would be recomputed too."""
+
+    def sampled_and_id_3(masks):
+        return [[sorted({3, *kept[:2], *kept[-40:]}) for kept in row] for row in masks]
+
+    _, output = sampled_by(integration.FusedGRPOTrainer, Engine(True, sampled_and_id_3), top_k=40, top_p=0.9)
+    mask, kept = output["completion_mask"].bool(), kept_rows(output["support_ids"], output["support_counts"])
+    assert kept[mask][:, 3].all()
+    with pytest.raises(ValueError, match=r"sampling_mask of rollout_func is of \[2, 3, .*; expected \[3, 4, "):
+        sampled_by(integration.FusedGRPOTrainer, Engine(True, lambda masks: [row[1:] for row in masks]), top_k=40)
+    with pytest.raises(ValueError, match="rollout_func returned sampling_mask, and nothing truncates"):
+        sampled_by(integration.FusedGRPOTrainer, Engine(True), beta=0.0)
+    cls = partial(integration.FusedGRPOTrainer, truncated_support=False)
+    with pytest.raises(ValueError, match="truncated_support=False"):
+        sampled_by(cls, Engine(True), top_k=5)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 of the sampler, with top_k=5"),
+    ({"generation_kwargs": {"min_new_tokens": 2}}, "min_new_tokens=2"),
+    ({"generation_kwargs": {"bad_words_ids": [[5]]}}, r"bad_words_ids=\[\[5\]\]"),
+    ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
+    ({"generation_kwargs": {"do_sample": False}}, "do_sample=False"),
+    ({"generation_kwargs": {"suppress_tokens": [4]}}, r"suppress_tokens=\[4\]"),
+    ({"top_p": 0.0}, r"top_p=0.0; expected a finite number in \(0, 1\]"),
+    ({"min_p": -0.1}, r"min_p=-0.1; expected"),
+])  # fmt: skip
+def test_what_changes_logits_beside_truncation_is_refused_by_name(options, words, monkeypatch):
+    monkeypatch.setattr("transformers.GenerationConfig.validate", lambda *args, **kwargs: None)
+    options = {"top_k": 5, **options}
+    with pytest.raises(ValueError, match=words):
+        parity.make_trainer(integration.FusedGRPOTrainer, "qwen2", options)
+    parity.make_trainer(partial(integration.FusedGRPOTrainer, truncated_support=False), "qwen2", options)
+    with pytest.raises(TypeError, match="truncated_support is a int; expected True or False"):
+        parity.make_trainer(partial(integration.FusedGRPOTrainer, truncated_support=1), "qwen2", {})
+
+
+def test_options_of_the_sampler_are_those_of_the_engine_that_samples():
+    """transformers fills in the model's own; vLLM does not, has min_p first, -1 for all ids and a least temperature."""
+    model = tiny_model("qwen2")
+    model.generation_config.update(min_p=0.3, typical_p=0.9)
+    args = SimpleNamespace(
+        top_k=-1, top_p=0.9, min_p=None, temperature=0.7, repetition_penalty=1.0, vllm_structured_outputs_regex=None,
+        generation_kwargs={"top_k": 8, "stop": ["x"]},
+    )  # fmt: skip
+    trainer = SimpleNamespace(args=args, use_vllm=True, model=model, temperature=0.7)
+    assert truncation_of(trainer) == Truncation(8, 0.9, 0.0, False)
+    args.generation_kwargs = {}
+    assert truncation_of(trainer) == Truncation(0, 0.9, 0.0, False)
+    for name, value in {"logit_bias": {3: 1.0}, "bad_words": ["x"], "min_tokens": 2, "presence_penalty": 0.1}.items():
+        args.generation_kwargs = {name: value}
+        with pytest.raises(ValueError, match=name):
+            truncation_of(trainer)
+    args.generation_kwargs, args.vllm_structured_outputs_regex = {}, "a|b"
+    with pytest.raises(ValueError, match=r"structured_outputs='a\|b'"):
+        truncation_of(trainer)
+    args.vllm_structured_outputs_regex, args.temperature, trainer.temperature = None, 0.001, 0.001
+    with pytest.raises(ValueError, match=r"temperature=0\.01"):
+        truncation_of(trainer)
+    args.top_p = 1.0
+    assert truncation_of(trainer) is None  # and what changes logits is TRL's business
+    trainer.use_vllm, trainer.temperature = False, 0.7
+    trainer.generation_kwargs = {"top_k": 0, "top_p": 1.0, "min_p": None, "temperature": 0.7}
+    with pytest.raises(ValueError, match=r"typical_p=0\.9 of the sampler, with top_k=0, top_p=1\.0, min_p=0\.3"):
+        truncation_of(trainer)
+    model.generation_config.typical_p = 1.0
+    assert truncation_of(trainer) == Truncation(0, 1.0, 0.3, True)
 
 
 # ---- the other trainers ---------------------------------------------------------------------------------------------
@@ -361,7 +685,7 @@ READ_WITH: dict[str, tuple[dict[str, Any], Any]] = {  # with these options
 BESIDE: dict[str, Any] = dict(
     cast_lm_head_to_fp32=True, disable_dropout=True, mask_truncated_completions=True, neftune_noise_alpha=5.0,
     multi_objective_aggregation="normalize_then_sum", reward_weights=[1.0, 2.0], router_aux_loss_coef=0.1,
-    sync_ref_model=True, use_vllm=True,
+    sync_ref_model=True, use_vllm=True, min_p=0.1, top_k=5, top_p=0.9,
 )  # fmt: skip
 # Neither: which completions there are, numbers of options above, how the loss is accumulated (`normalizer`), optimiser,
 # precision, files, logs.

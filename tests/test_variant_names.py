@@ -14,7 +14,7 @@ from torch import Tensor
 import grpo_kernels as gk
 
 PAGE = Path(__file__).resolve().parents[1] / "VARIANTS.md"
-TABLE = PAGE.read_text(encoding="utf-8").split("|---|---|---|---|\n")[1].split("\n\n")[0]
+TABLE = PAGE.read_text(encoding="utf-8").split("\n|---|---|---|---|\n")[1].split("\n\n")[0]
 LINES = TABLE.splitlines()
 CELLS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in LINES]
 ROWS = {(trainer, option): (config, call) for trainer, option, config, call in CELLS}
@@ -127,6 +127,17 @@ def within(w: Tensor, low: float, high: float, judged: Tensor | None = None) -> 
     return w * ((low <= judged) & (judged <= high))
 
 
+def binary_kl(b: SimpleNamespace) -> Tensor:
+    p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (b.rollout, b.old))
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def kept_by_k1(b: SimpleNamespace, low: float, high: float) -> Tensor:
+    """The mask without tokens whose ratio, engine to old policy, is outside."""
+    ratio = (b.rollout - b.old).exp()
+    return b.m * ((ratio >= low) & (ratio <= high))
+
+
 def sampler_weights(b: SimpleNamespace, low: float, high: float, *, by_sequence: bool = False) -> Tensor:
     log_w = b.old - b.rollout
     return within(log_w.exp(), low, high, of_sequences(b, log_w).exp() if by_sequence else None)
@@ -171,6 +182,16 @@ FORMULAS: dict[str, dict[str, Callable[[SimpleNamespace], Tensor]]] = {
         "loss_agg_mode seq-mean-token-sum-norm": lambda b: token_sum(b, -b.logp * b.A) / len(b.m) / 6,
         "loss_agg_mode seq-mean-token-mean": lambda b: seq_mean(b, -b.logp * b.A),
         "entropy_coeff 0.1, seq-mean-token-mean": lambda b: seq_mean(b, -b.logp * b.A) - 0.1 * seq_mean(b, b.H),
+        # verl/trainer/ppo/rollout_corr_helper.py
+        "rollout_is sequence, threshold 2": lambda b: token_mean(
+            b, ((b.old - b.rollout) * b.m).sum(1, keepdim=True).exp().clamp(max=2.0) * ppo(b, b.r)
+        ),
+        "rollout_is token, threshold 0.8_1.2, rollout_is_batch_normalize": lambda b: token_mean(
+            b, sampler_weights(b, 0.8, 1.2) / token_mean(b, sampler_weights(b, 0.8, 1.2)) * ppo(b, b.r)
+        ),
+        "rollout_rs token_k1, 0.8_1.25": lambda b: (
+            (ppo(b, b.r) * kept_by_k1(b, 0.8, 1.25)).sum() / kept_by_k1(b, 0.8, 1.25).sum()
+        ),
     },
     "ROLL": {  # roll/pipeline/rlvr/actor_pg_worker.py, roll/pipeline/base_worker.py
         "kimi15, kimi15_tau 0.1": lambda b: token_mean(b, -b.A * b.logp + 0.1 * 0.5 * b.x.pow(2)),
@@ -231,6 +252,9 @@ FORMULAS: dict[str, dict[str, Callable[[SimpleNamespace], Tensor]]] = {
     "OpenRLHF": {  # openrlhf/models/loss.py, openrlhf/models/utils.py
         "policy_loss_type gspo": lambda b: seq_mean(b, ppo(b, sequence_ratio(b))),
         "icepop, 0.5 and 5": lambda b: token_mean(b, sampler_weights(b, 0.5, 5.0) * ppo(b, b.r)),
+        "is_correction_level seq, gating binary_kl, 0.004": lambda b: token_mean(
+            b, (b.old - b.rollout).exp() * (of_sequences(b, binary_kl(b)) <= 0.004) * ppo(b, b.r)
+        ),
         "kl_estimator k3, init_kl_coef 0.1": lambda b: (
             token_mean(b, ppo(b, b.r)) + 0.1 * token_mean(b, k3(b).clamp(-10, 10))
         ),

@@ -41,6 +41,7 @@ from helpers import (
 )
 from option_space import POINTS, build, choose, size_of_loss
 from test_plain_tensors import check_dtensors
+from test_teacher import KINDS, MODES, config_of, make_teacher, make_top_k
 from torch import Tensor, distributed
 
 import grpo_kernels as gk
@@ -48,6 +49,7 @@ from grpo_kernels.checks import arguments as validate
 from grpo_kernels.head import kept, sparse, vocab_parallel
 from grpo_kernels.integrations.sequence_parallel import gather_tokens
 from grpo_kernels.kernels.operations import SparseRule
+from grpo_kernels.names import DIVERGENCES
 
 VOCAB = 67
 SLICES = {1: (VOCAB,), 2: (24, 43), 3: (30, 1, 36)}  # rows of the weight, of any sizes
@@ -79,6 +81,9 @@ def sliced(batch: Batch, rank: int, group) -> Batch:
     rows = rows_of(rank, group.size())
     bias = None if batch.bias is None else batch.bias[rows].clone()
     options = batch.options | {"vocab_parallel_group": group}
+    if isinstance(teacher := options.get("teacher"), gk.Teacher):
+        own = {name: getattr(teacher, name)[rows].clone() for name in ("weight", "bias")}
+        options["teacher"] = dataclasses.replace(teacher, **own)
     return Batch(batch.hidden.clone(), batch.weight[rows].clone(), batch.ids, batch.advantages, bias, options)
 
 
@@ -186,6 +191,61 @@ def equal_in_16_bits(rank: int, group) -> None:
             found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
         assert_same_on_all_ranks(found, group)
         assert_within(errors(found, exact), one, 1e-5, 1.5)
+
+
+def teachers(rank: int, group) -> None:
+    """Over the whole vocabulary, at K ids, and on the policy's own ids, which ties may take from any slice; a chunk
+    whose K ids are all of a slice."""
+    chunks = ({}, dict(importance_sampling_level="sequence", chunk_rows=3), dict(logit_softcap=3.0, temperature=1.3))
+    whole_teacher = make_teacher((6, 6), logit_scale=0.8, logit_softcap=4.0)
+    for i, (divergence, kind) in enumerate(itertools.product(DIVERGENCES, (*KINDS, *(f"own {m}" for m in MODES)))):
+        config = config_of(divergence, **chunks[i % 3])
+        batch, mode = batches(config), kind.removeprefix("own ")
+        teacher = whole_teacher if kind == "whole" else make_top_k((6, 6), mode, 40)
+        if kind.startswith("own"):
+            teacher = dataclasses.replace(whole_teacher, top_k=40, mode=mode)
+            batch.weight[20:50:2], batch.bias[20:50:2] = 0.0, 0.5
+        batch = batch.with_options(teacher=teacher)
+        one = fused(batch, config, BACKENDS[i % 2])
+        found = whole(fused(sliced(batch, rank, group), config, BACKENDS[i % 2]), group, rank)
+        assert_same_on_all_ranks(found, group)
+        assert found.metrics.keys() == one.metrics.keys()
+        for name, error in errors(found, one, loss_scale=1.0).items():
+            assert error <= 2e-5, (divergence, kind, name, error)
+    narrow = batches(config_of("jsd")).with_options(teacher=whole_teacher).head_as(torch.bfloat16)
+    exact = reference(narrow, config_of("jsd"))
+    one = errors(fused(narrow, config_of("jsd"), "cpu"), exact)
+    found = whole(fused(sliced(narrow, rank, group), config_of("jsd"), "cpu"), group, rank)
+    assert_within(errors(found, exact), one, 1e-5, 1.5)
+
+
+def k_ids(rank: int, group) -> None:
+    """Their log-probabilities with gradients, and the likeliest, with ties, of which a slice has fewer than K."""
+    batch = make_batch(1, bias=True, masked=True, vocab=VOCAB)
+    batch.weight[20:50:2], batch.bias[20:50:2] = 0.0, 0.5
+    batch.bias[50:] = -torch.inf
+    mine, mask = sliced(batch, rank, group), batch.options["completion_mask"]
+    ids = torch.randint(50, (*batch.ids.shape, 9), generator=torch.Generator().manual_seed(5))
+    for backend in BACKENDS:
+        alone, own = leaves(batch), leaves(mine)
+        options = dict(temperature=1.2, logit_softcap=4.0, backend=backend, completion_mask=mask)
+        results = []
+        for b, more in ((alone, {}), (own, {"vocab_parallel_group": group})):
+            found, entropy = gk.fused_logps(
+                b.hidden, b.weight, ids, lm_head_bias=b.bias, entropy=True, **options, **more
+            )
+            (found.sin().sum() + entropy.square().sum()).backward()
+            results.append(found.detach())
+        assert torch.allclose(*results, atol=2e-6)
+        rows = rows_of(rank, group.size())
+        for name, part in (("hidden", slice(None)), ("weight", rows), ("bias", rows)):
+            assert relative(getattr(own, name).grad, getattr(alone, name).grad[part]) < 2e-5
+        for k in (1, 40, VOCAB):
+            one = gk.fused_top_k(batch.hidden, batch.weight, k, lm_head_bias=batch.bias, **options)
+            found = gk.fused_top_k(
+                mine.hidden, mine.weight, k, lm_head_bias=mine.bias, vocab_parallel_group=group, **options
+            )
+            assert torch.equal(found[0], one[0]) and torch.allclose(found[1], one[1], atol=2e-6)
 
 
 def logps_alone(rank: int, group) -> None:
@@ -339,6 +399,9 @@ def refusals(rank: int, group) -> None:
 
     only_here = rank == 1
     shorter = {"hidden": batch.hidden[:, :5], "completion_ids": batch.ids[:, :5], "old_logps": None}
+    distils, own = gk.GRPOConfig(distill_coef=0.5), make_teacher((6, 6))
+    own = dataclasses.replace(own, weight=own.weight[rows_of(rank, 2)], bias=own.bias[rows_of(rank, 2)])
+    taught = {"config": distils, "teacher": dataclasses.replace(own, top_k=3)}
     shorter |= {"ref_logps": None, "completion_mask": None}
     for changes, message in (
         (shorter, r"shape of hidden \(its tokens\) must be the same on all ranks"),
@@ -346,10 +409,16 @@ def refusals(rank: int, group) -> None:
         ({"config": gk.GRPOConfig(epsilon_low=0.1)}, "config and other arguments must be the same"),
         ({"old_logps": None}, "config and other arguments must be the same"),
         ({"sampling_mask": make_mask()}, "config and other arguments must be the same"),
+        (taught, "config and other arguments must be the same"),
         ({"hidden": batch.hidden.clone().requires_grad_()}, "inputs that require gradients must be the same"),
     ):
         with pytest.raises(ValueError, match=message):
             loss(**(changes if only_here else {}))
+    for k in (0, VOCAB + 1 if only_here else 3):
+        with pytest.raises(ValueError, match=r"k=|rank 1 of the group refused|config and other arguments"):
+            gk.fused_top_k(
+                batch.hidden, batch.weight[rows_of(rank, 2)], k if only_here else 3, vocab_parallel_group=group
+            )
     wrong = {"advantages": torch.ones(5)}
     with pytest.raises(ValueError, match="advantages has shape" if only_here else "rank 1 of the group refused"):
         loss(**(wrong if only_here else {}))
@@ -376,6 +445,8 @@ WORK = {
         equal_in_16_bits,
         slices_of_the_tokens,
         logps_alone,
+        teachers,
+        k_ids,
         kept_ids_outside_of_the_vocabulary,
         sparse_gradients,
         accumulated,
@@ -384,7 +455,7 @@ WORK = {
         check_dtensors,
         *([linear_cross_entropy_of_verl] if find_spec("verl") else []),
     ),
-    3: (equal_to_one_process, gathered_tokens),
+    3: (equal_to_one_process, teachers, k_ids, gathered_tokens),
 }
 
 

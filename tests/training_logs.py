@@ -29,9 +29,11 @@ def step_record(step: int, steps: int, noise: random.Random) -> Record:
     record = {
         "step": step, "loss": 0.002 * gauss(0, 1), "grad_norm": 0.4 * math.exp(0.25 * gauss(0, 1)), "kl": kl,
         "kl_sequence": 3.5 * kl, "entropy": entropy, "ratio/mean": 1 + 0.001 * gauss(0, 1), "ratio/min": 0.6,
-        "ratio/max": 1.5, "clip_ratio/low": 0.004, "clip_ratio/high": 0.006,
+        "ratio/max": 1.5, "clip_ratio/low": 0.004, "clip_ratio/high": 0.006, "learning_rate": 2e-4,
         "clip_ratio/region": 0.01 + 0.005 * noise.random(), "approx_kl": 0.003,
         "divergence": 0.5 - 0.3 * solved + 0.02 * gauss(0, 1), "rollout_mismatch/mean": 2e-3 * noise.random(),
+        "rollout_ess": 0.9 + 0.05 * noise.random(), "rollout_ratio/ess": 0.999, "rollout_ratio_sequence/ess": 0.95,
+        "rollout_weight/dropped": 0.02, "rollout_weight/above": 0.01, "rollout_weight/below": 0.0,
         "reward": reward, "reward_std": std, "reward_min": 0.0, "reward_max": 1.0, "reward_group_std": 0.8 * std,
         "rewards/arithmetic/mean": reward, "rewards/arithmetic/std": std, "zero_gradient_groups": best + worst,
         "all_min_groups": worst, "all_max_groups": best, "unscored": 0, "completions/count": 256,
@@ -53,7 +55,7 @@ def evaluation_record(step: int, accuracy: float) -> Record:
         "evaluation": {
             "reward": accuracy, "reward_error": math.sqrt(accuracy * (1 - accuracy) / 400), "greedy_reward": accuracy,
             "pass_at_1": accuracy, "pass_at_k": {"1": accuracy, "2": spread, "4": 1 - (1 - spread) ** 2},
-            "best_of_n": 1 - (1 - spread) ** 2, "greedy": accuracy + 0.01,
+            "majority_at_k": accuracy, "best_of_n": 1 - (1 - spread) ** 2, "greedy": accuracy + 0.01,
             "mean_length": 3.4, "problems": 400, "samples": 4,
         },
     }  # fmt: skip
@@ -104,13 +106,19 @@ FAILURES: dict[str, tuple[Callable[[Record, float], None], str]] = {
     "kl_explosion": (
         _from(0, kl=lambda _, share: 0.01 * math.exp(9 * share), kl_sequence=lambda _, share: math.exp(9 * share)),
         "critical"),
+    "divergence_rises": (_from(0.5, divergence=lambda value, share: value + 2 * share), "warning"),
     "gradient_instability": (_from(0.7, grad_norm=lambda value, _: 50 * value), "critical"),
     "no_learning_signal": (
         _from(0, zero_gradient_groups=0.78, all_min_groups=0.7, all_max_groups=0.08), "warning"),
+    "unscored": (_from(0.5, unscored=40), "warning"),
+    "length_bias": (
+        _from(0, completions__mean_length=lambda _, share: 200 * (1 + 2 * share),
+              reward=lambda _, share: 0.35 + 0.01 * math.sin(200 * share)), "warning"),
     "truncation": (_from(0.5, completions__clipped_ratio=1.0), "critical"),
     "first_ratio": (_from(0.5, log_ratio_first_max=0.2), "warning"),
     "clipping": (_from(0.5, clip_ratio__region=0.4, approx_kl=0.05), "warning"),
     "rollout_mismatch": (_from(0.5, rollout_mismatch__mean=0.1), "warning"),
+    "off_policy": (_from(0.5, rollout_ess=lambda _, share: 0.6 - 0.55 * share), "critical"),
 }  # fmt: skip
 
 

@@ -65,10 +65,21 @@ def check_zero_3(title: str, expected: dict[str, Any]) -> None:
         assert max(errors) < trl_parity.TOLERANCE, (name, errors)
 
 
+def check_truncated_sampling() -> None:
+    """Each rank's rows keep their own ids; the kept mass that is logged is that of all ranks."""
+    options = dict(top_k=9, learning_rate=0.0, beta=0.1, max_steps=2)
+    log = trl_parity.result_of(trl_parity.make_trainer(test_trl.Watched, "qwen2", options))["log"]
+    assert test_trl.Watched.watched == 4  # micro-batches
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [entry["sampling/kept_mass"] for entry in log if "sampling/kept_mass" in entry])
+    assert found[0] == found[1] and len(found[0]) == 1 and 0.2 < found[0][0] < 0.9, found
+
+
 def main() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     found = trl_parity.worker(*sys.argv[2:])
+    check_truncated_sampling()
     check_fsdp2({"loss_type": "dapo"}, head_alone=False)
     check_fsdp2({"loss_type": "grpo", "top_entropy_quantile": 0.5}, head_alone=True)
     if find_spec("deepspeed"):

@@ -81,8 +81,8 @@ void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, s
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads);
 void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads);
 
-const char* cpu_isa();               // the instruction set in use: avx512, avx2 or baseline
-void set_cpu_isa(const char* name);  // throws std::invalid_argument for an unknown or unsupported one
+const char* cpu_isa();               // the instruction set in use: avx512, avx2 or baseline, at first the last one
+bool set_cpu_isa(const char* name);  // one that the processor has; false where it was not built
 bool uses_openmp();                  // whether threads are those of torch's OpenMP
 
 }  // namespace gk

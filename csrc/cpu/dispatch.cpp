@@ -1,17 +1,14 @@
-// Chooses the instruction set once, at the first call, and runs the row kernels on it; and where the threads of
-// parallel_for come from.
-// GRPO_KERNELS_CPU_ISA = avx512 | avx2 | baseline overrides the choice; setup.py defines GK_HAVE_* for what was built.
+// Runs the kernels of one instruction set, which Python chooses (kernels/compiled/cpu.py), in the threads of
+// parallel_for; the build defines GK_HAVE_X86 where it has those of x86-64.
 #include "dispatch.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
-#include "cpu_features.h"
 #include "kernels.h"
 
 namespace gk {
@@ -20,57 +17,20 @@ namespace {
 
 struct Isa {
     const char* name;
-    bool supported;
-    RowKernels kernels;
+    RowKernels rows;
     SparseKernel sparse;
     KeptKernels (*kept)(int32_t dtype);
 };
 
-// Best first.
-const std::vector<Isa>& available() {
-    static const std::vector<Isa> list = [] {
-        std::vector<Isa> found;
-#ifdef GK_HAVE_AVX512
-        found.push_back(
-            {"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::sparse_kernel(), avx512::kept_kernels});
+#define GK_ISA_OF(isa) {#isa, isa::row_kernels(), isa::sparse_kernel(), isa::kept_kernels}
+const Isa kBuilt[] = {
+    GK_ISA_OF(baseline),
+#ifdef GK_HAVE_X86
+    GK_ISA_OF(avx2),
+    GK_ISA_OF(avx512),
 #endif
-#ifdef GK_HAVE_AVX2
-        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::sparse_kernel(), avx2::kept_kernels});
-#endif
-        found.push_back({"baseline", true, baseline::row_kernels(), baseline::sparse_kernel(), baseline::kept_kernels});
-        return found;
-    }();
-    return list;
-}
-
-const Isa* find(const char* name) {
-    std::string usable;
-    for (const Isa& isa : available()) {
-        if (isa.supported && std::strcmp(isa.name, name) == 0) return &isa;
-        if (isa.supported) usable += std::string(usable.empty() ? "" : ", ") + isa.name;
-    }
-    throw std::invalid_argument("instruction set '" + std::string(name) +
-                                "' is unknown or not available here; usable: " + usable);
-}
-
-const Isa* first_choice() {
-    const char* name = std::getenv("GRPO_KERNELS_CPU_ISA");
-    if (name && *name) {
-        try {
-            return find(name);
-        } catch (const std::invalid_argument& error) {
-            throw std::invalid_argument(std::string("GRPO_KERNELS_CPU_ISA: ") + error.what());
-        }
-    }
-    const Isa* isa = available().data();
-    while (!isa->supported) isa++;
-    return isa;
-}
-
-std::atomic<const Isa*>& chosen() {
-    static std::atomic<const Isa*> isa{first_choice()};
-    return isa;
-}
+};
+std::atomic<const Isa*> chosen{kBuilt};
 
 // Enough elements in a piece to pay for handing it out; a piece is whole rows. `other`: what the kernel takes beside.
 template <class Kernel, class Other>
@@ -82,31 +42,35 @@ void run(const Kernel& kernel, const RowArgs& args, const Other& other, int thre
 
 }  // namespace
 
-const char* cpu_isa() { return chosen().load()->name; }
+const char* cpu_isa() { return chosen.load()->name; }
 
-void set_cpu_isa(const char* name) {
-    const Isa* isa = find(name);
-    chosen().store(isa);
+bool set_cpu_isa(const char* name) {
+    for (const Isa& isa : kBuilt) {
+        if (std::strcmp(isa.name, name) != 0) continue;
+        chosen = &isa;
+        return true;
+    }
+    return false;
 }
 
 void stats(const RowArgs& args, const TeacherArgs& teacher, int threads) {
-    run(chosen().load()->kernels.stats, args, teacher, threads);
+    run(chosen.load()->rows.stats, args, teacher, threads);
 }
 void gradient(const RowArgs& args, const TeacherArgs& teacher, int threads) {
-    run(chosen().load()->kernels.gradient, args, teacher, threads);
+    run(chosen.load()->rows.gradient, args, teacher, threads);
 }
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads) {
-    run(chosen().load()->sparse, args, out, threads);
+    run(chosen.load()->sparse, args, out, threads);
 }
 
 void kept_logits(const KeptArgs& args, float* logits, int threads) {
-    const KeptKernels kernels = chosen().load()->kept(args.dtype);
+    const KeptKernels kernels = chosen.load()->kept(args.dtype);
     parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads,
                  [&](int64_t first, int64_t last) { kernels.logits(args, logits, first, last); });
 }
 
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads) {
-    const KeptKernels kernels = chosen().load()->kept(args.dtype);
+    const KeptKernels kernels = chosen.load()->kept(args.dtype);
     parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads,
                  [&](int64_t first, int64_t last) { kernels.dhidden(args, dlogits, target, first, last); });
 }
@@ -123,7 +87,7 @@ void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads)
     for (int64_t k = 0; k < pairs.count; k++)
         if (pairs.ids[k] >= 0) places[starts[pairs.ids[k] + 1]++] = static_cast<int32_t>(k);
     const PairsById by_id = {starts.data(), places.data()};
-    const KeptKernels kernels = chosen().load()->kept(pairs.dtype);
+    const KeptKernels kernels = chosen.load()->kept(pairs.dtype);
     parallel_for(pairs.vocab, kept_grain(pairs.vocab, pairs.count), threads,
                  [&](int64_t first, int64_t last) { kernels.dweight(pairs, by_id, target, first, last); });
 }

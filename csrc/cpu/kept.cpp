@@ -13,10 +13,6 @@
 #include <stdlib.h>
 
 #include "kernels.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "math.h"
 
 namespace gk {
@@ -24,7 +20,6 @@ namespace GK_ISA {
 
 constexpr int kRows = 4;  // in work at a time
 constexpr int64_t kLine = 64;
-constexpr int64_t kStreamBytes = 16 << 20;  // more than the caches of a core keep for who reads it next
 
 // Memory of one piece of work, in whole vectors.
 struct Scratch {
@@ -138,42 +133,11 @@ static void store_row(const float* sum, int64_t width, void* to, bool add) {
 }
 
 static void store_row(const float* sum, int64_t width, int32_t dtype, void* to, bool add) {
-    (dtype == kFloat32    ? store_row<Float32>
-     : dtype == kBfloat16 ? store_row<BFloat16>
-                          : store_row<Float16>)(sum, width, to, add);
+    with_type(dtype, [&](auto type) { store_row<decltype(type)>(sum, width, to, add); });
 }
 
 static char* row_of(const KeptTarget& target, int64_t row) {
     return static_cast<char*>(target.data) + row * target.row_stride * element_size(target.dtype);
-}
-
-static bool in_whole_lines(const KeptTarget& target, int64_t bytes) {
-    return bytes % kLine == 0 && target.row_stride * element_size(target.dtype) % kLine == 0 &&
-           reinterpret_cast<uintptr_t>(target.data) % kLine == 0;
-}
-
-// Whole lines of a matrix that no cache holds, past the caches: an ordinary store reads a line before it writes to it.
-#if defined(__AVX512F__)
-#define GK_STREAM(to, x) _mm512_stream_ps(to, (__m512)(x))
-#elif defined(__AVX2__)
-#define GK_STREAM(to, x) _mm256_stream_ps(to, (__m256)(x))
-#endif
-
-// `row` goes on to the end of a line.
-static void stream_row(const void* row, int64_t bytes, void* to) {
-#if defined(GK_STREAM)
-    const auto* from = static_cast<const float*>(row);
-    auto* target = static_cast<float*>(to);
-    for (int64_t i = 0; i < bytes / 4; i += kWidth) GK_STREAM(target + i, Float32::load(from + i));
-#else
-    __builtin_memcpy(to, row, bytes);
-#endif
-}
-
-static void finish_streams() {
-#if defined(GK_STREAM)
-    _mm_sfence();
-#endif
 }
 
 template <class Type>
@@ -237,41 +201,28 @@ static void dhidden_rows(const KeptArgs& args, const float* dlogits, const KeptT
 template <class Type>
 static void dweight_rows(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, int64_t first,
                          int64_t last) {
-    const Scratch sum(pairs.width), row(pairs.width), zeros(pairs.width);
-    __builtin_memset(zeros.data, 0, pairs.width * sizeof(float));
+    const Scratch sum(pairs.width);
     const auto hidden = matrix<Type>(pairs.hidden, pairs.hidden_row_stride);
-    const int64_t bytes = pairs.width * element_size(target.dtype);
     const int64_t last_pair = by_id.starts[pairs.vocab] - 1;
-    const bool streams = !target.add && in_whole_lines(target, bytes) && pairs.vocab * bytes >= kStreamBytes;
     for (int64_t id = first; id < last; id++) {
         const int64_t begin = by_id.starts[id], count = by_id.starts[id + 1] - begin;
-        if (count == 0 && target.add) continue;
-        void* to = row_of(target, id);
-        if (count > 0) {
-            const auto pair = [&](int64_t k) { return by_id.pairs[begin + k < last_pair ? begin + k : last_pair]; };
-            weighted_sum<Type>(
-                count, [&](int64_t k) { return hidden.row(pairs.token_of[pair(k)]); },
-                [&](int64_t k) { return pairs.dlogits[pair(k)]; }, pairs.width, sum.data);
-            store_row(sum.data, pairs.width, target.dtype, streams ? row.data : to, target.add);
+        if (count == 0) {
+            if (!target.add) __builtin_memset(row_of(target, id), 0, pairs.width * element_size(target.dtype));
+            continue;
         }
-        const void* found = count > 0 ? row.data : zeros.data;
-        if (streams)
-            stream_row(found, bytes, to);
-        else if (count == 0)
-            __builtin_memset(to, 0, bytes);
+        const auto pair = [&](int64_t k) { return by_id.pairs[begin + k < last_pair ? begin + k : last_pair]; };
+        weighted_sum<Type>(
+            count, [&](int64_t k) { return hidden.row(pairs.token_of[pair(k)]); },
+            [&](int64_t k) { return pairs.dlogits[pair(k)]; }, pairs.width, sum.data);
+        store_row(sum.data, pairs.width, target.dtype, row_of(target, id), target.add);
     }
-    if (streams) finish_streams();
-}
-
-template <class Type>
-static KeptKernels kernels_of() {
-    return {logits_rows<Type>, dhidden_rows<Type>, dweight_rows<Type>};
 }
 
 KeptKernels kept_kernels(int32_t dtype) {
-    return dtype == kFloat32    ? kernels_of<Float32>()
-           : dtype == kBfloat16 ? kernels_of<BFloat16>()
-                                : kernels_of<Float16>();
+    return with_type(dtype, [](auto type) -> KeptKernels {
+        using Type = decltype(type);
+        return {logits_rows<Type>, dhidden_rows<Type>, dweight_rows<Type>};
+    });
 }
 
 }  // namespace GK_ISA

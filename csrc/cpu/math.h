@@ -128,6 +128,12 @@ GK_INLINE void store_tail(typename Type::Element* to, Float x, int64_t count) {
 
 GK_INLINE int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
+// body(Float32{}), or with the other type of this code.
+template <class Body>
+GK_INLINE auto with_type(int32_t dtype, const Body& body) {
+    return dtype == kFloat32 ? body(Float32{}) : dtype == kBfloat16 ? body(BFloat16{}) : body(Float16{});
+}
+
 // ---- functions ------------------------------------------------------------------------------------------------------
 constexpr float kMinExponent = -127.f;  // 2^t is exactly 0 there, so -inf gives 0
 

@@ -1,15 +1,8 @@
 // The row kernels: statistics of a row of logits, and its gradient; with a teacher (teacher.h) the divergence and its
-// gradient too.
-//
-//     u = logit + bias
-//     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
-//     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
-//     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
-//     dz_j = dlogp (1[j = id] - p_j) - dentropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
+// gradient too. ../softmax.h has the formulas.
 //
 // A row is walked in blocks that fit the first-level cache. The running maximum is taken per block; sums run in
-// independent lanes within a block and in double between blocks. An exponential is 2^t with t = (y - max) * to_z
-// log2(e): its error grows with the distance from the maximum, where the term no longer counts.
+// independent lanes within a block and in double between blocks.
 //
 // The gradient may overwrite the logits, in fp32 or as 16-bit values over the front of the same row. A forward sweep
 // that reads each vector before it writes the one at the same index then never destroys a logit that is still needed.
@@ -23,124 +16,133 @@ namespace gk {
 namespace GK_ISA {
 
 // ---- statistics -----------------------------------------------------------------------------------------------------
-static Sums block_sums(const float* y, int64_t count, float max_y, float to_exponent) {
+static void add_block(Sums<double>& sums, const float* y, int64_t count, float origin, float to_exponent) {
     Float exps[4] = {}, moment[4] = {};
     for (int64_t i = 0; i < count; i += kStep) {
         for (int k = 0; k < 4; k++) {
-            const Float t = max(splat(kMinExponent), (Float32::load(y + i + k * kWidth) - max_y) * to_exponent);
+            const Float t = max(splat(kMinExponent), (Float32::load(y + i + k * kWidth) - origin) * to_exponent);
             const Float e = exp2_bounded(t);
             exps[k] += e;
             moment[k] += e * t;  // t is finite where e is 0: no 0 * inf from a masked vocabulary
         }
     }
-    const Float all_exps = (exps[0] + exps[1]) + (exps[2] + exps[3]);
-    const Float all_moment = (moment[0] + moment[1]) + (moment[2] + moment[3]);
-    Sums sums = {0.0, 0.0};
-    for (int k = 0; k < kWidth; k++) {
-        sums.exps += static_cast<double>(all_exps[k]);
-        sums.moment += static_cast<double>(all_moment[k]);
-    }
-    return sums;
+    sums.exps += total((exps[0] + exps[1]) + (exps[2] + exps[3]));
+    sums.moment += total((moment[0] + moment[1]) + (moment[2] + moment[3]));
 }
 
-static Statistics row_statistics(const Row& row, int64_t id, Buffers& buffers) {
-    const double to_exponent = row.to_z / kLn2;
-    float max_y = -kInfinity;
-    Sums sums = {0.0, 0.0};
-    for (int64_t first = 0; first < row.vocab; first += kBlock) {
-        const int64_t count = row.vocab - first < kBlock ? row.vocab - first : kBlock;
+static Statistics row_statistics(const Row& row, int column, Buffers& buffers) {
+    const double to_exponent = row.scales.to_exponent();
+    Sums<double> sums = {-kInfinity, 0.0, 0.0};
+    for_blocks(row.vocab, [&](int64_t first, int64_t count) {
         const int64_t padded = (count + kStep - 1) / kStep * kStep;
         const float* y = load_block(row, first, count, buffers);
         const float top = block_max(y, padded);
-        if (top > max_y) {
-            if (max_y > -kInfinity) sums = rebase(sums, (static_cast<double>(top) - max_y) * to_exponent);
-            max_y = top;
+        if (top > sums.top) {
+            if (sums.top > -kInfinity) {  // every t falls by the same amount
+                const double fall = (static_cast<double>(top) - sums.top) * to_exponent, factor = exp2(-fall);
+                sums = {top, sums.exps * factor, (sums.moment - sums.exps * fall) * factor};
+            }
+            sums.top = top;
         }
         // Before the first finite logit any finite reference will do: all terms are 0, or NaN.
-        const float reference = max_y > -kInfinity ? max_y : 0.f;
-        const Sums block = block_sums(y, padded, reference, static_cast<float>(to_exponent));
-        sums.exps += block.exps;
-        sums.moment += block.moment;
-    }
-    return statistics_of(row, id, max_y, sums, buffers);
+        const float origin = sums.top > -kInfinity ? sums.top : 0.f;
+        add_block(sums, y, padded, origin, static_cast<float>(to_exponent));
+    });
+    return make_statistics(sums, row.scales, sampled_of(row, column));
 }
 
 // ---- gradient -------------------------------------------------------------------------------------------------------
-template <class Out, bool kLinear, bool kCapped>
-static void sweep_block(const Sweep& sweep, const float* y, const float* slope, int64_t count, void* out,
-                        int64_t first) {
-    auto* target = static_cast<typename Out::Element*>(out) + first;
-    int64_t i = 0;
-    for (; i + kWidth <= count; i += kWidth)
-        Out::store(target + i, gradient_vector<kLinear, kCapped>(sweep, y + i, slope + i));
-    if (i < count) store_tail<Out>(target + i, gradient_vector<kLinear, kCapped>(sweep, y + i, slope + i), count - i);
-}
-
-using SweepBlock = void (*)(const Sweep&, const float*, const float*, int64_t, void*, int64_t);
-
-template <class Out>
-static SweepBlock choose_sweep(bool linear, bool capped) {
-    if (linear) return capped ? sweep_block<Out, true, true> : sweep_block<Out, true, false>;
-    return capped ? sweep_block<Out, false, true> : sweep_block<Out, false, false>;
-}
-
 // All entries but the sampled id's.
-static void own_gradients(const RowArgs& args, const Row& row, const RowGradient& gradient, Buffers& buffers,
-                          char* out) {
-    const bool linear = gradient.linear;
-    const SweepBlock sweep = args.grad_dtype == kFloat32    ? choose_sweep<Float32>(linear, row.capped)
-                             : args.grad_dtype == kBfloat16 ? choose_sweep<BFloat16>(linear, row.capped)
-                                                            : choose_sweep<Float16>(linear, row.capped);
-    for (int64_t first = 0; first < row.vocab; first += kBlock) {
-        const int64_t count = row.vocab - first < kBlock ? row.vocab - first : kBlock;
-        sweep(gradient.sweep, load_block(row, first, count, buffers), buffers.slope, count, out, first);
-    }
+template <class Out, int32_t kDivergence, bool kCapped>
+static void sweep_row(const Row& row, Buffers& buffers, const RowGradient& gradient, const Teacher& teacher,
+                      Buffers& others, char* out) {
+    for_blocks(row.vocab, [&](int64_t first, int64_t count) {
+        auto* target = reinterpret_cast<typename Out::Element*>(out) + first;
+        const float* y1 = load_block(row, first, count, buffers);
+        const float* y2 = kDivergence == kNoTeacher ? y1 : load_block(teacher.row, first, count, others);
+        const auto du_at = [&](int64_t i) {
+            const Float y = Float32::load(y1 + i);
+            Float du = gradient(y);
+            if (kDivergence != kNoTeacher)
+                du += divergence_gradient<kDivergence>(gradient.policy, teacher, y, Float32::load(y2 + i));
+            if (kCapped) du *= Float32::load(buffers.slope + i);
+            return du;
+        };
+        int64_t i = 0;
+        for (; i + kWidth <= count; i += kWidth) Out::store(target + i, du_at(i));
+        if (i < count) store_tail<Out>(target + i, du_at(i), count - i);
+    });
 }
 
-// From `lse` and the entropy, the row's own.
-static void row_gradient(const RowArgs& args, int64_t i, int64_t token, Buffers& buffers, const TeacherRow& other) {
-    const Row row = make_row(args, i, args.temperature[token]);
-    const Shift of = shift_of(row, args.lse[token]);
-    const float dlogp = args.dlogp[token], dentropy = args.dentropy[token];
-    char* out = gradient_row(args, i);
-    const float ddivergence = other.given ? other.given->weight[token] : 0.f;
+// Behind the sweep; and what rounding took from the entry.
+template <class Out>
+static void store_sampled(const RowArgs& args, int64_t i, const RowGradient& gradient, char* out) {
+    typename Out::Element lanes[kWidth];
+    Out::store(lanes, splat(static_cast<float>(gradient.du_id)));
+    reinterpret_cast<typename Out::Element*>(out)[gradient.sampled.column] = lanes[0];
+    if (args.rounding_error) args.rounding_error[i] = static_cast<float>(gradient.du_id - Out::load(lanes)[0]);
+}
+
+// From the statistics of the token.
+template <int32_t kDivergence>
+static void row_gradient(const RowArgs& args, const TeacherArgs& given, int64_t i, Buffers& buffers, Buffers& others) {
+    constexpr bool kHasTeacher = kDivergence != kNoTeacher;
+    const int64_t token = args.token_of[i];
+    char* out = static_cast<char*>(args.grad) + i * args.grad_stride * element_size(args.grad_dtype);
+    const float weight = kHasTeacher ? given.weight[token] : 0.f, temperature = args.temperature[token];
     if (args.rounding_error) args.rounding_error[i] = 0.f;
-    if (dlogp == 0.f && dentropy == 0.f && ddivergence == 0.f) {
-        __builtin_memset(out, 0, row.vocab * element_size(args.grad_dtype));
+    if (args.dlogp[token] == 0.f && args.dentropy[token] == 0.f && weight == 0.f) {
+        __builtin_memset(out, 0, args.vocab * element_size(args.grad_dtype));
         return;
     }
-    RowGradient gradient =
-        make_gradient(args, i, row, of.shift, of.rest, args.entropy[token], dlogp, dentropy, buffers);
-    if (other.given)
-        pair_gradients(args, row, buffers, of, other, ddivergence, gradient, out);
-    else
-        own_gradients(args, row, gradient, buffers, out);
-    if (gradient.id >= 0) store_sampled(args, i, gradient);
+    const Row row = make_row(args, i, args.vocab, temperature);
+    RowGradient gradient = make_gradient(args, token, row);
+    const int column = gradient.sampled.column;
+    Teacher teacher = {row, gradient.policy, 0.f, 0.f, 0.f};
+    if (kHasTeacher) {
+        const Row other = make_row(given, i, args.vocab, temperature);
+        const Shift of = make_shift(other.scales, given.lse[token]);
+        teacher = {other, Distribution(of, other.scales), given.beta, static_cast<float>(weight * row.scales.chain),
+                   given.offset[token]};
+        const Float y1 = splat(static_cast<float>(gradient.sampled.y));
+        const Float y2 = splat(static_cast<float>(sampled_of(other, column).y));
+        gradient.du_id +=
+            divergence_gradient<kDivergence>(gradient.policy, teacher, y1, y2)[0] * gradient.sampled.slope;
+    }
+    with_type(args.grad_dtype, [&](auto type) {
+        using Out = decltype(type);
+        const auto sweep = row.capped ? sweep_row<Out, kDivergence, true> : sweep_row<Out, kDivergence, false>;
+        sweep(row, buffers, gradient, teacher, others, out);
+        if (column >= 0) store_sampled<Out>(args, i, gradient, out);
+    });
 }
 
 // ---- kernels over rows [first, last) --------------------------------------------------------------------------------
-static void stats_rows(const RowArgs& args, const TeacherArgs& teacher, int64_t first, int64_t last) {
+static void stats_rows(const RowArgs& args, const TeacherArgs& given, int64_t first, int64_t last) {
     Buffers buffers, others;
-    for (int64_t i = first; i < last; i++) {
-        const int64_t token = args.token_of[i];
-        const Row row = make_row(args, i, args.temperature[token]);
-        TeacherRow other = teacher_row(args, teacher, i, others);
-        const Statistics found = other.given ? pair_statistics(args, token, row, buffers, other)
-                                             : row_statistics(row, args.ids[token], buffers);
-        args.logp[token] = found.logp;
-        args.entropy[token] = found.entropy;
-        args.lse[token] = found.lse;
-    }
+    with_divergence(given, [&](auto kind) {
+        for (int64_t i = first; i < last; i++) {
+            const int64_t token = args.token_of[i];
+            const Row row = make_row(args, i, args.vocab, args.temperature[token]);
+            const Statistics found = row_statistics(row, sampled_column(args, token), buffers);
+            write_statistics(args, token, found);
+            if (!given.logits) continue;
+            const Row other = make_row(given, i, args.vocab, args.temperature[token]);
+            const Statistics of = row_statistics(other, -1, others);
+            given.lse[token] = of.lse;
+            const Distribution policy({found.top, found.log_sum}, row.scales), q({of.top, of.log_sum}, other.scales);
+            store_divergence<decltype(kind)::kDivergence>(given, token, row, policy, buffers,
+                                                          {other, q, given.beta, 0.f, 0.f}, others);
+        }
+    });
 }
 
 static void gradient_rows(const RowArgs& args, const TeacherArgs& teacher, int64_t first, int64_t last) {
     Buffers buffers, others;
-    for (int64_t i = first; i < last; i++) {
-        const int64_t token = args.token_of[i];
-        TeacherRow other = teacher_row(args, teacher, i, others);
-        if (other.given) other.divergence = {0.0, teacher.offset[token], shift_of(other.row, teacher.lse[token])};
-        row_gradient(args, i, token, buffers, other);
-    }
+    with_divergence(teacher, [&](auto kind) {
+        for (int64_t i = first; i < last; i++)
+            row_gradient<decltype(kind)::kDivergence>(args, teacher, i, buffers, others);
+    });
 }
 
 RowKernels row_kernels() { return {stats_rows, gradient_rows}; }

@@ -1,8 +1,7 @@
 // Rows of logits for the kernels that read them, rows.cpp and sparse.cpp: blocks of y, and the gradient of a vector.
-// rows.cpp has the formulas. Only internal linkage and plain functions of the C library here.
+// Only internal linkage and plain functions of the C library here.
 #pragma once
-#include <math.h>
-
+#include "../softmax.h"
 #include "kernels.h"
 #include "math.h"
 
@@ -12,7 +11,6 @@ namespace GK_ISA {
 constexpr int64_t kBlock = 2048;       // floats of a block: 8 KiB
 constexpr int64_t kStep = 4 * kWidth;  // elements of one loop iteration
 constexpr float kInfinity = __builtin_inff();
-constexpr double kLn2 = 0.693147180559945309417;
 static_assert(kBlock % kStep == 0, "only the last block of a row is padded");
 
 struct Row {
@@ -20,25 +18,27 @@ struct Row {
     const float* bias;  // or null
     int32_t dtype;
     int64_t vocab;
+    Transform params;
+    ExactScales scales;
     bool capped;
-    float cap, to_tanh;  // y = cap * tanh(to_tanh * u)
-    double to_z;         // z = to_z * y
-    double chain;        // dz/du, without 1 - tanh^2
+    float to_tanh;  // y = cap * tanh(to_tanh * u)
 };
 
-static Row make_row(const RowArgs& args, int64_t i, float temperature) {
-    const double scale = args.params.logit_scale, cap = args.params.softcap;
-    Row row = {};
-    row.dtype = args.logits_dtype;
-    row.logits = static_cast<const char*>(args.logits) + i * args.logits_stride * element_size(row.dtype);
-    row.bias = args.bias;
-    row.vocab = args.vocab;
-    row.capped = cap != 0;
-    row.cap = args.params.softcap;
-    row.to_tanh = row.capped ? static_cast<float>(scale / cap) : 0.f;
-    row.chain = scale / temperature;
-    row.to_z = row.capped ? 1.0 / temperature : row.chain;
-    return row;
+// Row i of the policy's logits, or of a teacher's.
+template <class Args>
+static Row make_row(const Args& args, int64_t i, int64_t vocab, float temperature) {
+    const Transform& params = args.params;
+    const bool capped = params.softcap != 0.f;
+    const auto* logits =
+        static_cast<const char*>(args.logits) + i * args.logits_stride * element_size(args.logits_dtype);
+    return {logits,
+            args.bias,
+            args.logits_dtype,
+            vocab,
+            params,
+            ExactScales(params, temperature),
+            capped,
+            capped ? params.logit_scale / params.softcap : 0.f};
 }
 
 // ---- blocks of y ----------------------------------------------------------------------------------------------------
@@ -46,6 +46,13 @@ struct Buffers {
     alignas(64) float y[kBlock];
     alignas(64) float slope[kBlock];  // 1 - tanh^2, with a softcap
 };
+
+// body(first, count) of each block.
+template <class Body>
+static inline void for_blocks(int64_t vocab, const Body& body) {
+    for (int64_t first = 0; first < vocab; first += kBlock)
+        body(first, vocab - first < kBlock ? vocab - first : kBlock);
+}
 
 template <class Type, bool kCapped, bool kBias>
 static inline void convert_vector(const Row& row, const typename Type::Element* u, const float* bias, float* y,
@@ -55,7 +62,7 @@ static inline void convert_vector(const Row& row, const typename Type::Element* 
     if (kCapped) {
         const TanhPair tanh = tanh_pair(x * row.to_tanh);
         // A logit of -inf, an id that is excluded, stays one; the slope is 0 there.
-        x = select(x == -kInfinity, x, tanh.value * row.cap);
+        x = select(x == -kInfinity, x, tanh.value * row.params.softcap);
         Float32::store(slope, tanh.slope);
     }
     Float32::store(y, x);
@@ -81,42 +88,30 @@ static void convert_block(const Row& row, int64_t first, int64_t count, Buffers&
     }
 }
 
-template <class Type>
-static void convert(const Row& row, int64_t first, int64_t count, Buffers& buffers) {
-    if (row.bias)
-        (row.capped ? convert_block<Type, true, true> : convert_block<Type, false, true>)(row, first, count, buffers);
-    else
-        (row.capped ? convert_block<Type, true, false> : convert_block<Type, false, false>)(row, first, count, buffers);
-}
-
-// The row's y where fp32 logits need no conversion, else null.
-static const float* stored_y(const Row& row) {
-    return row.dtype == kFloat32 && !row.capped && !row.bias ? static_cast<const float*>(row.logits) : nullptr;
-}
-
-// y[first, first + count), padded with -inf to whole steps.
+// y[first, first + count), padded with -inf to whole steps; fp32 logits need no conversion.
 static const float* load_block(const Row& row, int64_t first, int64_t count, Buffers& buffers) {
-    const float* stored = stored_y(row);
-    if (stored && count % kStep == 0) return stored + first;
-    (row.dtype == kFloat32    ? convert<Float32>
-     : row.dtype == kBfloat16 ? convert<BFloat16>
-                              : convert<Float16>)(row, first, count, buffers);
+    if (row.dtype == kFloat32 && !row.capped && !row.bias && count % kStep == 0)
+        return static_cast<const float*>(row.logits) + first;
+    with_type(row.dtype, [&](auto type) {
+        using Type = decltype(type);
+        (row.bias ? (row.capped ? convert_block<Type, true, true> : convert_block<Type, false, true>)
+                  : (row.capped ? convert_block<Type, true, false> : convert_block<Type, false, false>))(
+            row, first, count, buffers);
+    });
     return buffers.y;
 }
 
-// One y alone, and in front of `buffers.slope` its slope.
-static double load_one(const Row& row, int64_t i, Buffers& buffers) {
-    const float* stored = stored_y(row);
-    return stored ? stored[i] : *load_block(row, i, 1, buffers);
+static Sampled sampled_of(const Row& row, int column) {
+    float u = 0.f;
+    if (column >= 0) {
+        with_type(row.dtype, [&](auto type) {
+            using Type = decltype(type);
+            u = load_tail<Type>(static_cast<const typename Type::Element*>(row.logits) + column, 1)[0];
+        });
+        if (row.bias) u += row.bias[column];
+    }
+    return make_sampled(row.params, column, u);
 }
-
-// ---- statistics -----------------------------------------------------------------------------------------------------
-struct Statistics {
-    float max;  // of y; z - lse = (y - max) * to_z - log_sum
-    double log_sum;
-    double lse;
-    float logp, entropy;
-};
 
 static inline float block_max(const float* y, int64_t count) {
     Float m[4];
@@ -129,101 +124,49 @@ static inline float block_max(const float* y, int64_t count) {
     return result;
 }
 
-struct Sums {
-    double exps;    // sum of 2^t
-    double moment;  // sum of 2^t t
-};
-
-// Moves the sums to a larger maximum: every t falls by the same amount.
-static inline Sums rebase(const Sums& sums, double fall) {
-    const double factor = exp2(-fall);
-    return {sums.exps * factor, (sums.moment - sums.exps * fall) * factor};
-}
-
-static inline Statistics statistics_of(const Row& row, int64_t id, float max_y, const Sums& sums, Buffers& buffers) {
-    Statistics result;
-    result.max = max_y;
-    result.log_sum = log(sums.exps);
-    result.lse = max_y * row.to_z + result.log_sum;
-    result.entropy = static_cast<float>(result.log_sum - kLn2 * sums.moment / sums.exps);
-    result.logp = __builtin_nanf("");  // an id outside the vocabulary has no probability
-    if (id >= 0 && id < row.vocab) {
-        const double y_id = load_one(row, id, buffers);
-        result.logp = static_cast<float>((y_id - max_y) * row.to_z - result.log_sum);
-    }
-    return result;
+// All lanes together.
+static inline double total(Float x) {
+    double sum = 0.0;
+    for (int k = 0; k < kWidth; k++) sum += static_cast<double>(x[k]);
+    return sum;
 }
 
 // ---- gradient -------------------------------------------------------------------------------------------------------
-// du_j = 2^t (constant + linear t) * (1 - tanh^2), all but the sampled id's own term.
-struct Sweep {
-    float max, to_exponent, constant, linear;
-};
+// log p = (y - top) to_z - log_sum, and p = 2^t scale.
+struct Distribution {
+    float top, to_z, log_sum, to_exponent, scale;
 
-template <bool kLinear, bool kCapped>
-static inline Float gradient_vector(const Sweep& sweep, const float* y, const float* slope) {
-    const Float t = max(splat(kMinExponent), (Float32::load(y) - sweep.max) * sweep.to_exponent);
-    Float du = exp2_bounded(t) * (kLinear ? t * sweep.linear + sweep.constant : splat(sweep.constant));
-    if (kCapped) du *= Float32::load(slope);
-    return du;
-}
+    Distribution(const Shift& of, const ExactScales& scales)
+        : top(of.top),
+          to_z(static_cast<float>(scales.to_z)),
+          log_sum(static_cast<float>(of.log_sum)),
+          to_exponent(static_cast<float>(scales.to_exponent())),
+          scale(static_cast<float>(exp(-of.log_sum))) {}
 
-// z - lse = (y - shift) * to_z - rest, from a given lse: in units of y, rounded to float, and what the rounding leaves.
-struct Shift {
-    float shift;
-    double rest;
+    Float log_p(Float y) const { return (y - top) * to_z - log_sum; }
+    Float exponent(Float y) const { return max(splat(kMinExponent), (y - top) * to_exponent); }
+    Float p(Float y) const { return exp2_bounded(exponent(y)) * scale; }
 };
-static inline Shift shift_of(const Row& row, double lse) {
-    const float shift = static_cast<float>(lse / row.to_z);
-    return {shift, lse - shift * row.to_z};
-}
 
 struct RowGradient {
-    Sweep sweep;
-    bool linear;
-    int64_t id;  // the sampled one, whose term is du_id; -1: not in this vocabulary
-    double du_id;
+    Distribution policy;
+    float constant, linear;  // GradientTerms
+    Sampled sampled;
+    double du_id;  // of the sampled id, where there is one
+
+    // Of the other ids, without the slope of the softcap.
+    Float operator()(Float y) const {
+        const Float t = policy.exponent(y);
+        return exp2_bounded(t) * (t * linear + constant);
+    }
 };
 
-// Before a sweep may overwrite the logits. z - lse = (y - max_y) * to_z - log_sum.
-static RowGradient make_gradient(const RowArgs& args, int64_t i, const Row& row, float max_y, double log_sum,
-                                 float entropy, float dlogp, float dentropy, Buffers& buffers) {
-    const bool linear = dentropy != 0.f;
-    const double probability_scale = -exp(-log_sum) * row.chain;
-    const double at_log_p_zero = linear ? dlogp + dentropy * (entropy - log_sum) : dlogp;
-    const Sweep sweep = {max_y, static_cast<float>(row.to_z / kLn2),
-                         static_cast<float>(probability_scale * at_log_p_zero),
-                         static_cast<float>(probability_scale * dentropy * kLn2)};
-    const int64_t id = args.ids[args.token_of[i]];
-    if (id < 0 || id >= row.vocab) return {sweep, linear, -1, 0.0};
-    // 1 - p from expm1, exact where p is close to 1.
-    const double log_p = (load_one(row, id, buffers) - static_cast<double>(max_y)) * row.to_z - log_sum;
-    double du_id = -dlogp * expm1(log_p);
-    if (linear && log_p > -1e30) du_id -= dentropy * exp(log_p) * (log_p + entropy);
-    du_id *= row.chain * (row.capped ? buffers.slope[0] : 1.f);
-    return {sweep, linear, id, du_id};
-}
-
-static inline char* gradient_row(const RowArgs& args, int64_t i) {
-    return static_cast<char*>(args.grad) + i * args.grad_stride * element_size(args.grad_dtype);
-}
-
-// Returns what is stored, after rounding.
-template <class Out>
-static float store_one(void* row, int64_t index, float value) {
-    typename Out::Element lanes[kWidth];
-    Out::store(lanes, splat(value));
-    static_cast<typename Out::Element*>(row)[index] = lanes[0];
-    return Out::load(lanes)[0];
-}
-
-// The sampled id's entry, behind the sweep, and what rounding took from it.
-static inline void store_sampled(const RowArgs& args, int64_t i, const RowGradient& gradient) {
-    const auto store = args.grad_dtype == kFloat32    ? store_one<Float32>
-                       : args.grad_dtype == kBfloat16 ? store_one<BFloat16>
-                                                      : store_one<Float16>;
-    const float stored = store(gradient_row(args, i), gradient.id, static_cast<float>(gradient.du_id));
-    if (args.rounding_error) args.rounding_error[i] = static_cast<float>(gradient.du_id - stored);
+static RowGradient make_gradient(const RowArgs& args, int64_t token, const Row& row) {
+    const Shift of = make_shift(row.scales, args.lse[token]);
+    const Sampled sampled = sampled_of(row, sampled_column(args, token));
+    const GradientTerms terms =
+        make_terms(of, row.scales, sampled, args.entropy[token], args.dlogp[token], args.dentropy[token]);
+    return {Distribution(of, row.scales), terms.constant, terms.linear, sampled, terms.du_id};
 }
 
 }  // namespace GK_ISA

@@ -57,7 +57,7 @@ struct Sampler {
     }
 };
 
-template <bool kLinear, bool kCapped>
+template <bool kCapped>
 static void sample_block(const RowGradient& gradient, const float* y, const float* slope, int64_t first, int64_t count,
                          Sampler& sampler) {
     for (int64_t i = 0; i < count && sampler.count <= sampler.capacity; i += kStep) {
@@ -65,13 +65,14 @@ static void sample_block(const RowGradient& gradient, const float* y, const floa
         Int large = {};
         UInt steps = {};
         for (int64_t k = 0; k < kStep; k += kWidth) {
-            const Float x = gradient_vector<kLinear, kCapped>(gradient.sweep, y + i + k, slope + i + k);
+            Float x = gradient(Float32::load(y + i + k));
+            if (kCapped) x *= Float32::load(slope + i + k);
             const Float share = absolute(x) * sampler.to_share;
             large |= ~(share < kSmall);
             steps += (UInt) __builtin_convertvector(min(share + 0.5f, splat(kSmall)), Int);
             Float32::store(du + k, x);
         }
-        const int64_t sampled = gradient.id - (first + i);  // its place in the step, if it is there
+        const int64_t sampled = gradient.sampled.column - (first + i);  // its place in the step, if it is there
         const uint32_t sum = sampler.sum + sum_of(steps);
         if (sum < static_cast<uint32_t>(kSparseOne) && !any(large) && (sampled < 0 || sampled >= kStep)) {
             sampler.sum = sum;
@@ -79,7 +80,7 @@ static void sample_block(const RowGradient& gradient, const float* y, const floa
         }
         for (int64_t k = 0; k < kStep && i + k < count; k++) {
             if (k == sampled)
-                sampler.keep(gradient.id, static_cast<float>(gradient.du_id));
+                sampler.keep(gradient.sampled.column, static_cast<float>(gradient.du_id));
             else
                 sampler.add(first + i + k, du[k]);
         }
@@ -90,10 +91,8 @@ static int64_t sparse_row(const RowArgs& args, const SparseRows& out, int64_t i,
     const int64_t token = args.token_of[i];
     const float dlogp = args.dlogp[token], dentropy = args.dentropy[token], temperature = args.temperature[token];
     if (dlogp == 0.f && dentropy == 0.f) return 0;
-    const Row row = make_row(args, i, temperature);
-    const Shift lse = shift_of(row, args.lse[token]);
-    const RowGradient gradient =
-        make_gradient(args, i, row, lse.shift, lse.rest, args.entropy[token], dlogp, dentropy, buffers);
+    const Row row = make_row(args, i, args.vocab, temperature);
+    const RowGradient gradient = make_gradient(args, token, row);
     const float level =
         out.theta * (args.params.logit_scale / temperature * (__builtin_fabsf(dlogp) + __builtin_fabsf(dentropy)));
     Sampler sampler = {level,
@@ -103,12 +102,10 @@ static int64_t sparse_row(const RowArgs& args, const SparseRows& out, int64_t i,
                        out.values + i * out.capacity,
                        0,
                        out.capacity};
-    const auto sample = gradient.linear ? (row.capped ? sample_block<true, true> : sample_block<true, false>)
-                                        : (row.capped ? sample_block<false, true> : sample_block<false, false>);
-    for (int64_t first = 0; first < row.vocab; first += kBlock) {
-        const int64_t count = row.vocab - first < kBlock ? row.vocab - first : kBlock;
+    const auto sample = row.capped ? sample_block<true> : sample_block<false>;
+    for_blocks(row.vocab, [&](int64_t first, int64_t count) {
         sample(gradient, load_block(row, first, count, buffers), buffers.slope, first, count, sampler);
-    }
+    });
     return sampler.count < out.capacity ? sampler.count : out.capacity + (sampler.count > out.capacity);
 }
 

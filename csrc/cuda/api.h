@@ -64,9 +64,9 @@ void objective(const ObjectiveArgs& args, Stream stream);
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream);
 
 // --- products with the softmax in their epilogue: no logits; compute capability 9.0 ----------------------------------
+// Rows of the hidden states, of the weight and of exponentials begin at multiples of 16 bytes.
 
-// Whether alignment, types and device allow fused_exponentials of this many rows; without exponentials fused_logp.
-bool supports_fused(int64_t rows, int64_t vocab, const void* exponentials, int64_t stride, const Product& product);
+bool has_products();  // whether the current device has them
 
 // Bytes of device memory that either takes as its workspace.
 size_t fused_workspace(int64_t rows, int64_t vocab, const Product& product);

@@ -37,8 +37,7 @@ GK_DEVICE T shuffle_xor(T value, int mask) {
     return __shfl_xor_sync(0xFFFFFFFFu, value, mask);
 }
 
-// ---- between blocks
-// --------------------------------------------------------------------------------------------------
+// ---- between blocks -------------------------------------------------------------------------------------------------
 GK_DEVICE int32_t atomic_add(int32_t* address, int32_t value) { return atomicAdd(address, value); }  // what was there
 GK_DEVICE void device_fence() { __threadfence(); }
 

@@ -96,17 +96,14 @@ GK_DEVICE void exponentials(const ExponentialLaunch& launch) {
     const Target<BFloat16, In> target = target_of<In, BFloat16>(args, row, source);
     const Scales scales = make_scales(args.params, args.temperature[token]);
     const int column = sampled_column(args, token);
-    const float u = sampled_logit(args, source, column, 0.f);
+    const float u = sampled_logit(args, source, column);
     const Logit sampled = args.params.softcap != 0.f ? to_logit<true>(scales, u) : to_logit<false>(scales, u);
     block_sync();  // all have read the sampled id's logit
     Rest rest = specialise(args, [&](auto capped, auto biased) {
         return write_exponentials<capped.kOn, biased.kOn>(source, args.bias, target, scales, column, sampled.y,
                                                           launch.overlap);
     });
-    GK_UNROLL for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-        rest.exps += shuffle_xor(rest.exps, mask);
-        rest.moment += shuffle_xor(rest.moment, mask);
-    }
+    rest = {warp_sum(rest.exps), warp_sum(rest.moment)};
     if (lane_index() == 0) exchange.warps[warp_index()] = rest;
     block_sync();  // all is written
     if (thread_index() > 0) return;

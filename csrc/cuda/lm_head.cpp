@@ -13,7 +13,6 @@ using namespace head;
 
 namespace {
 
-constexpr int64_t kMaxRows = 1 << 30;      // rows, columns and items are counted in 32 bits
 constexpr int64_t kGroupBytes = 16 << 20;  // of hidden states in the L2 cache: a third to a quarter of it
 constexpr int64_t kFewestTiles = 2;        // of a part: what an item costs beyond its tiles is a twentieth of one
 constexpr int64_t kManyRowTiles = 16;      // from here on an unused one does not matter
@@ -72,24 +71,9 @@ void launch_rows(const char* kernel, const KernelArgs& k, Stream stream) {
     launch(kernel, {blocks, kRepairThreads, 0, 1, stream}, k);
 }
 
-// What TMA asks of a matrix; rows that lie over one another, as those of an expanded tensor do, are not tried.
-bool describable(const void* base, int64_t row_stride, int64_t columns) {
-    return reinterpret_cast<uintptr_t>(base) % 16 == 0 && row_stride % 8 == 0 && row_stride >= columns;
-}
-
-bool countable(int64_t x) { return x > 0 && x <= kMaxRows; }
-
 }  // namespace
 
-bool supports_fused(int64_t rows, int64_t vocab, const void* exponentials, int64_t stride, const Product& product) {
-    // float16 cannot hold e^(z - z_id).
-    const bool typed = product.dtype == kBfloat16 || (product.dtype == kFloat16 && !exponentials);
-    return typed && countable(rows) && countable(product.width) && countable(vocab) &&
-           describable(product.hidden, product.hidden_stride, product.width) &&
-           describable(product.weight, product.weight_stride, product.width) &&
-           (!exponentials || describable(exponentials, stride, vocab)) && current_device().capability == 90 &&
-           std::strcmp(image_for(90), "sm_90a") == 0;
-}
+bool has_products() { return current_device().capability == 90 && std::strcmp(image_for(90), "sm_90a") == 0; }
 
 size_t fused_workspace(int64_t rows, int64_t vocab, const Product& product) {
     return rows * (make_schedule(rows, vocab, product.width).parts * sizeof(Partial) + 2 * sizeof(float));

@@ -37,10 +37,6 @@ struct RowPair {
     }
 };
 
-GK_DEVICE void write_partial(const KernelArgs& args, int64_t row, uint32_t part, const Sums<double>& sums) {
-    if (row < args.call.rows.rows) args.partials[row * args.schedule.parts + part] = {sums.top, sums.exps, sums.moment};
-}
-
 GK_DEVICE void add_bias(Fragment& u, const float* bias, int column, int vocab) {
     GK_UNROLL for (int group = 0; group < Fragment::kGroups; group++) {
         GK_UNROLL for (int pair = 0; pair < 2; pair++) {
@@ -74,36 +70,11 @@ GK_DEVICE void blank(Fragment& u, int half, int id, int column, int vocab, float
     }
 }
 
-// ---- statistics: running maximum, sum and moment; the sampled id's logit -------------------------------------------
-template <bool kCapped>
-class Logp {
+// What an epilogue knows of its two rows, and their sums.
+class RowSums {
   public:
-    GK_DEVICE Logp(const KernelArgs& args, int64_t first_row, int thread, uint32_t)
-        : args_(args), rows_(args.call.rows, first_row, thread), lane_(thread % 32) {
-        sums_[0] = sums_[1] = Sums<double>{-infinity(), 0.0, 0.0};
-    }
-
-    GK_DEVICE void add(Fragment& u, int first_column) {
-        const RowArgs& rows = args_.call.rows;
-        const float* const bias = args_.call.product.bias;
-        const int vocab = static_cast<int>(rows.vocab), column = first_column + Fragment::first_column(lane_);
-        if (bias) add_bias(u, bias, column, vocab);
-        if (kCapped) {
-            const Scales scales = make_scales(rows.params, 1.f);
-            GK_UNROLL for (float& value : u.value) { value = to_logit<true>(scales, value).y; }
-        }
-        if (rows_.need_care(first_column, vocab)) {
-            GK_UNROLL for (int half = 0; half < 2; half++) {
-                const int id = rows_.id[half];
-                const float y = value_at(u, half, id, column);
-                if (in_tile(id, first_column) && id % 8 / 2 == lane_ % 4) args_.y_ids[rows_.row[half]] = y;
-                blank(u, half, -1, column, vocab, -infinity());
-            }
-        }
-        extend(u);
-    }
-
-    GK_DEVICE void finish(uint32_t part) {
+    // Writes the sums of a part of the vocabulary, when its last tile is added.
+    GK_DEVICE void finish(uint32_t part) const {
         GK_UNROLL for (int half = 0; half < 2; half++) {
             Sums<double> sums = sums_[half];
             GK_UNROLL for (int step = 1; step <= 2; step *= 2) {
@@ -111,8 +82,51 @@ class Logp {
                                             shuffle_xor(sums.moment, step)};
                 sums = merge(sums, other, rows_.to_exponent[half]);
             }
-            if (lane_ % 4 == 0) write_partial(args_, rows_.row[half], part, sums);
+            const int64_t row = rows_.row[half];
+            if (lane_ % 4 == 0 && row < args_.call.rows.rows)
+                args_.partials[row * args_.schedule.parts + part] = {sums.top, sums.exps, sums.moment};
         }
+    }
+
+  protected:
+    GK_DEVICE RowSums(const KernelArgs& args, int64_t first_row, int thread, float top)
+        : args_(args), rows_(args.call.rows, first_row, thread), lane_(thread % 32) {
+        sums_[0] = sums_[1] = Sums<double>{top, 0.0, 0.0};
+    }
+
+    GK_DEVICE int vocab() const { return static_cast<int>(args_.call.rows.vocab); }
+    GK_DEVICE int own_column(int first_column) const { return first_column + Fragment::first_column(lane_); }
+
+    const KernelArgs& args_;
+    const RowPair rows_;
+    const int lane_;
+    Sums<double> sums_[2];
+};
+
+// ---- statistics: running maximum, sum and moment; the sampled id's logit -------------------------------------------
+template <bool kCapped>
+class Logp : public RowSums {
+  public:
+    GK_DEVICE Logp(const KernelArgs& args, int64_t first_row, int thread, uint32_t)
+        : RowSums(args, first_row, thread, -infinity()) {}
+
+    GK_DEVICE void add(Fragment& u, int first_column) {
+        const float* const bias = args_.call.product.bias;
+        const int column = own_column(first_column);
+        if (bias) add_bias(u, bias, column, vocab());
+        if (kCapped) {
+            const Scales scales = make_scales(args_.call.rows.params, 1.f);
+            GK_UNROLL for (float& value : u.value) { value = to_logit<true>(scales, value).y; }
+        }
+        if (rows_.need_care(first_column, vocab())) {
+            GK_UNROLL for (int half = 0; half < 2; half++) {
+                const int id = rows_.id[half];
+                const float y = value_at(u, half, id, column);
+                if (in_tile(id, first_column) && id % 8 / 2 == lane_ % 4) args_.y_ids[rows_.row[half]] = y;
+                blank(u, half, -1, column, vocab(), -infinity());
+            }
+        }
+        extend(u);
     }
 
     GK_DEVICE static void drain() {}
@@ -146,11 +160,6 @@ class Logp {
             sums_[half].moment += moment[half][0] + moment[half][1];
         }
     }
-
-    const KernelArgs& args_;
-    const RowPair rows_;
-    const int lane_;
-    Sums<double> sums_[2];
 };
 
 // ---- exponentials relative to the sampled token; their sum and moment without it -----------------------------------
@@ -158,29 +167,24 @@ class Logp {
 constexpr float kAbsent = -3.4e38f;
 
 template <bool kCapped>
-class Exponentials {
+class Exponentials : public RowSums {
   public:
     GK_DEVICE Exponentials(const KernelArgs& args, int64_t first_row, int thread, uint32_t patches)
-        : args_(args),
-          rows_(args.call.rows, first_row, thread),
-          lane_(thread % 32),
+        : RowSums(args, first_row, thread, 0.f),
           warp_row_(static_cast<int>(first_row) + thread / 32 * kStoredRows),
           patches_(patches),
           policy_(evict_first()) {
-        GK_UNROLL for (int half = 0; half < 2; half++) {
-            y_id_[half] = rows_.row[half] < args.call.rows.rows ? args.y_ids[rows_.row[half]] : 0.f;
-            rest_[half] = moment_[half] = 0.0;
-        }
+        GK_UNROLL for (int half = 0; half < 2; half++) y_id_[half] =
+            rows_.row[half] < args.call.rows.rows ? args.y_ids[rows_.row[half]] : 0.f;
     }
 
     GK_DEVICE void add(Fragment& u, int first_column) {
-        const RowArgs& rows = args_.call.rows;
         const float* const bias = args_.call.product.bias;
-        const int vocab = static_cast<int>(rows.vocab), column = first_column + Fragment::first_column(lane_);
-        if (bias) add_bias(u, bias, column, vocab);
-        if (rows_.need_care(first_column, vocab)) {
-            blank(u, 0, rows_.id[0], column, vocab, kAbsent);
-            blank(u, 1, rows_.id[1], column, vocab, kAbsent);
+        const int column = own_column(first_column);
+        if (bias) add_bias(u, bias, column, vocab());
+        if (rows_.need_care(first_column, vocab())) {
+            blank(u, 0, rows_.id[0], column, vocab(), kAbsent);
+            blank(u, 1, rows_.id[1], column, vocab(), kAbsent);
         }
         float exps[2][2] = {}, moment[2][2] = {};
         GK_UNROLL for (int patch = 0; patch < kTileColumns / kBoxColumns; patch++) {
@@ -195,19 +199,8 @@ class Exponentials {
                 tma_store(&args_.exponentials, first_column + patch * kBoxColumns, warp_row_, source, policy_);
         }
         GK_UNROLL for (int half = 0; half < 2; half++) {
-            rest_[half] += exps[half][0] + exps[half][1];
-            moment_[half] += moment[half][0] + moment[half][1];
-        }
-    }
-
-    GK_DEVICE void finish(uint32_t part) {
-        GK_UNROLL for (int half = 0; half < 2; half++) {
-            double rest = rest_[half], moment = moment_[half];
-            GK_UNROLL for (int step = 1; step <= 2; step *= 2) {
-                rest += shuffle_xor(rest, step);
-                moment += shuffle_xor(moment, step);
-            }
-            if (lane_ % 4 == 0) write_partial(args_, rows_.row[half], part, {0.f, rest, moment});
+            sums_[half].exps += exps[half][0] + exps[half][1];
+            sums_[half].moment += moment[half][0] + moment[half][1];
         }
     }
 
@@ -239,13 +232,10 @@ class Exponentials {
         }
     }
 
-    const KernelArgs& args_;
-    const RowPair rows_;
-    const int lane_, warp_row_;
+    const int warp_row_;
     const uint32_t patches_;
     const uint64_t policy_;
     float y_id_[2];
-    double rest_[2], moment_[2];
 };
 
 }  // namespace gk::cuda::head

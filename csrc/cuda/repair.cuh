@@ -26,8 +26,7 @@ GK_DEVICE float dot(const uint16_t* h, const uint16_t* w, int width) {
     float sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
     for (int i = vectors * kCount + lane_index(); i < width; i += kWarp)
         sum += BFloat16::load(h[i]) * BFloat16::load(w[i]);
-    GK_UNROLL for (int mask = kWarp / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
-    return sum;
+    return warp_sum(sum);
 }
 
 GK_DEVICE Logit logit_of(const ExponentialLaunch& launch, int64_t row, int64_t column) {

@@ -120,7 +120,7 @@ GK_DEVICE void stats(const RowLaunch& launch) {
     const Sums<double> sums = merge(exchange.warps, block_threads() / kWarp, exact);
     if (thread_index() > 0) return;
     const int column = sampled_column(args, token);
-    const Sampled sampled = make_sampled(args, column, sampled_logit(args, source, column, not_a_number()));
+    const Sampled sampled = make_sampled(args.params, column, sampled_logit(args, source, column));
     write_statistics(args, token, make_statistics(sums, exact, sampled));
 }
 
@@ -166,24 +166,10 @@ GK_DEVICE Sweep make_sweep(const RowArgs& args, int64_t token, const Source<In>&
     if (dlogp == 0.f && dentropy == 0.f) return {true, -1, 0.f, 0.f, 0.f, 0.f};
     const ExactScales scales(args.params, args.temperature[token]);
     const int column = sampled_column(args, token);
-    const Sampled sampled = make_sampled(args, column, sampled_logit(args, source, column, not_a_number()));
-    // lse in units of y, rounded to float; what the rounding leaves goes into log_sum
-    const double lse = args.lse[token];
-    const float top = static_cast<float>(lse / scales.to_z), entropy = args.entropy[token];
-    const double log_sum = lse - top * scales.to_z;
-    const bool linear = dentropy != 0.f;
-    const double probability_scale = -exp(-log_sum) * scales.chain;
-    const double at_log_p_zero = linear ? dlogp + dentropy * (entropy - log_sum) : dlogp;
-    // 1 - p from expm1: exact where p is close to 1
-    const double log_p = (sampled.y - top) * scales.to_z - log_sum;
-    double du = -dlogp * expm1(log_p);
-    if (linear && log_p > -1e30) du -= dentropy * exp(log_p) * (log_p + entropy);
-    return {false,
-            column,
-            static_cast<float>(du * scales.chain * sampled.slope),
-            top,
-            static_cast<float>(probability_scale * at_log_p_zero),
-            static_cast<float>(probability_scale * dentropy * kLn2)};
+    const Sampled sampled = make_sampled(args.params, column, sampled_logit(args, source, column));
+    const Shift of = make_shift(scales, args.lse[token]);
+    const GradientTerms terms = make_terms(of, scales, sampled, args.entropy[token], dlogp, dentropy);
+    return {false, column, static_cast<float>(terms.du_id), of.top, terms.constant, terms.linear};
 }
 
 template <class In, class Out>

@@ -103,9 +103,10 @@ def _refuse_meta(name: str, x: Tensor) -> None:
 
 
 def check_lm_head(
-    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
+    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, *, several_ids: bool = False
 ) -> torch.dtype | None:
-    """Checks that hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together.
+    """Checks that hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape, with
+    `several_ids` also K of them per token, fit together.
 
     They have one type, unless the products are computed in another, which is returned.
     """
@@ -134,15 +135,19 @@ def check_lm_head(
             )
     if bias is not None:
         check_shape("lm_head_bias", bias, bias.shape == shape[:1], tuple(shape[:1]))
-    check_ids(ids, hidden.shape[:-1], "hidden")
+    check_ids(ids, hidden.shape[:-1], "hidden", several=several_ids)
     return compute_dtype
 
 
-def check_ids(ids: Tensor, leading: torch.Size, input_name: str) -> None:
-    """Checks the type of completion_ids, and that they have the shape `leading` of the input of this name."""
+def check_ids(ids: Tensor, leading: torch.Size, input_name: str, *, several: bool = False) -> None:
+    """Checks the type of completion_ids, and that they have the shape `leading` of the input of this name; with
+    `several` also (*leading, K)."""
     if ids.dtype not in INTEGERS:
         raise TypeError(f"completion_ids is {ids.dtype}; expected int64")
-    if ids.shape != leading:
+    if several and ids.dim() == len(leading) + 1:
+        fits = ids.shape[:-1] == leading and ids.shape[-1] > 0
+        check_shape("completion_ids", ids, fits, f"{tuple(leading)}, or {tuple(leading)} and K >= 1 ids")
+    elif ids.shape != leading:
         hint = ""
         if len(leading) == 2 and ids.dim() == 2 and leading[1] == ids.shape[1] + 1:
             hint = f"; row t must predict completion_ids[:, t], so drop the last position: {input_name}[:, :-1]"
@@ -250,7 +255,7 @@ def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, input_name: str = "
         if cu_seqlens is not None:
             raise ValueError(f"cu_seqlens is for packed (N, ...) inputs; {input_name} holds a (B, T) batch: give one")
         return ids.shape[0]
-    name = "logps" if input_name == "logps" else "completion_ids"
+    name = input_name if input_name.endswith("logps") else "completion_ids"
     check_shape(name, ids, ids.dim() == 1, "(B, T) or packed (N,)")
     if cu_seqlens is None:
         raise ValueError(f"{input_name} is packed, {ids.numel()} tokens without a batch dimension; cu_seqlens is None")
@@ -275,15 +280,16 @@ def checks_values(device: torch.device) -> bool:
 
 def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: Tensor | None) -> None:
     """Checks that ids lie in [0, V) at unmasked positions, and cu_seqlens."""
-    if not checks_values(ids.device):
-        return
-    if ids.numel():
-        least, most = ids.aminmax()
-        if not 0 <= least.item() <= most.item() < vocab_size:
-            wrong, mask = (ids < 0) | (ids >= vocab_size), None if mask is None else mask.bool()
-            expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
-            _name_first("completion_ids", ids, wrong, expected, mask)
-    check_offsets(cu_seqlens, ids.numel())
+    if checks_values(ids.device):
+        expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
+        check_numbers("completion_ids", ids, mask, low=0, high=vocab_size - 1, expected=expected)
+        check_offsets(cu_seqlens, ids.numel())
+
+
+def check_top_k(name: str, k: int, vocab_size: int) -> None:
+    """Checks that a vocabulary has k ids."""
+    if k > vocab_size:
+        raise ValueError(f"{name}={k}; expected at most {vocab_size}, the rows of the lm_head")
 
 
 def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -> None:
@@ -309,13 +315,13 @@ def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -
         )
 
 
-def check_range(name: str, x: Tensor, end: int | None = None, what: str = "", *, least: int = 0) -> None:
-    """Checks that integers are at least `least`, and below `end`, which is the size of `what`."""
-    low, high = (int(bound) for bound in x.aminmax()) if x.numel() else (least, least)
+def check_range(name: str, x: Tensor, end: int | None = None, what: str = "") -> None:
+    """Checks that integers are at least 0, and below `end`, which is the size of `what`."""
+    low, high = (int(bound) for bound in x.aminmax()) if x.numel() else (0, -1)
     noun = name.rpartition(".")[2]
-    if low < least:
-        raise ValueError(f"{name} holds {low}; expected {noun} >= {least}")
-    if end is not None and x.numel() and high >= end:
+    if low < 0:
+        raise ValueError(f"{name} holds {low}; expected {noun} >= 0")
+    if end is not None and high >= end:
         raise ValueError(f"{name} holds {high}; expected {noun} < {end}, {what}")
 
 
@@ -333,12 +339,11 @@ def check_token_values(inputs: TokenInputs) -> None:
         return
     if inputs.cu_seqlens is not None:
         _refuse_two_meanings(inputs, inputs.cu_seqlens)
-    mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
     for name, low, high, expected in _RANGES:
         x = getattr(inputs, name)
         if x is not None:
-            check_numbers(name, x, mask, inputs.cu_seqlens, low=low, high=high, expected=expected)
-    check_temperature(inputs.temperature, mask)
+            check_numbers(name, x, inputs.completion_mask, inputs.cu_seqlens, low=low, high=high, expected=expected)
+    check_temperature(inputs.temperature, inputs.completion_mask)
     positive = SMALLEST, "a positive finite number, in float32"
     for name, x, (low, expected) in (
         ("num_items_in_batch or normalizer", inputs.normalizer, positive),
@@ -394,6 +399,7 @@ def _name_first(
     name: str, x: Tensor, wrong: Tensor, expected: str, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> None:
     """Raises with the first position of `wrong` that the mask leaves, if there is one."""
+    mask = None if mask is None else mask.bool()
     if mask is not None and x.shape == mask.shape:
         wrong = wrong & mask
     elif mask is not None and x.dim() > 0:  # one value per sequence, which counts if a token of it does

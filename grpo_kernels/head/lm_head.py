@@ -35,7 +35,7 @@ from .chunk_size import (
 from .dweight import WeightGradient, pieces
 from .gradients import DeferredPairs, PrecomputedGradients, power_of_two_scale, stored_dtype
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
-from .vocab_parallel import VocabSlice
+from .vocab_parallel import VocabSlice, vocab_size_of
 
 
 class LMHead:
@@ -133,7 +133,7 @@ class LMHead:
     @property
     def vocab_size(self) -> int:
         """Rows of the whole lm_head, of all ranks."""
-        return self.weight.shape[0] if self.vocab_slice is None else self.vocab_slice.vocab_size
+        return vocab_size_of(self.weight, self.vocab_slice)
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in their rows; -1 where another rank has them."""

@@ -4,20 +4,22 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 """
 # ruff: noqa: UP007, UP045
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_temperature, check_values
+from ..checks.arguments import check_temperature, check_top_k, check_values
 from ..checks.plain import check_gathered, stored
 from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..kernels import get_backend
 from ..kernels.operations import LogitTransform, Statistics
-from ..teacher import Teacher, TopKTeacher
+from ..teacher import Teacher, TopKTeacher, check_teacher_values
 from .chunk_size import Selection, select_tokens
 from .gradients import refuse_double_backward
+from .k_ids import KLogps
 from .kept import make_token_mask
 from .lm_head import LMHead
 from .loop import HeadPass
@@ -32,11 +34,11 @@ from .shared import (
     unseen_by_modes,
 )
 from .teacher import TeacherHead, TopKHead, new_teacher
-from .vocab_parallel import VocabSlice, signature
+from .vocab_parallel import VocabSlice, signature, vocab_size_of
 
 
 class LogpsTokens(NamedTuple):
-    completion_ids: Tensor
+    completion_ids: Tensor  # one per token, or K
     mask: Optional[Tensor] = None
     temperature: Optional[Tensor] = None  # instead of the number
     kept_ids: Optional[Tensor] = None  # of a SamplingMask
@@ -51,6 +53,7 @@ class LogpsCall(NamedTuple):
     want_entropy: bool
     backend: str
     compute_dtype: Optional[torch.dtype]
+    top_k: int = 0  # how many of the likeliest ids to find; completion_ids are not looked at then
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
     teacher: Union[Teacher, TopKTeacher, None] = None  # to whose distribution the divergence is computed
     divergence: GRPOConfig = DEFAULT_CONFIG  # which one
@@ -58,30 +61,32 @@ class LogpsCall(NamedTuple):
     @property
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
-        return signature(*self.tokens[1:]), self.numbers, self.want_entropy, self.backend, self.compute_dtype
+        tokens = signature(*self.tokens)
+        return tokens, self.numbers, self.want_entropy, self.backend, self.compute_dtype, self.top_k
 
 
 def logps_from_hidden(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """(logps, entropy, divergence to the teacher), each of the shape of completion_ids; 0 at masked positions.
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """(logps of the shape of completion_ids; entropy, divergence to the teacher, per token), 0 at masked positions; the
+    ids of these logps where `call.top_k` were to be found, -1 there.
 
-    Differentiable. The entropy means nothing, or is None, where the call does not want it; the divergence is None
-    without a teacher.
+    Differentiable, but for ids. The entropy means nothing, or is None, where the call does not want it; the divergence
+    is None without a teacher.
     """
     if takes_operator(hidden, vocab_parallel_group=call.vocab_slice, teacher=call.teacher):
-        options = call.want_entropy, call.backend, call.compute_dtype
-        return *logps(hidden, weight, bias, list(call.tokens), list(call.numbers), *options)[:2], None
+        options = call.want_entropy, call.backend, call.compute_dtype, call.top_k
+        found, entropy, _, _, ids = logps(hidden, weight, bias, list(call.tokens), list(call.numbers), *options)
+        return found, entropy, None, ids
     if any(requires_grad_flags(hidden, weight, bias)):
-        return _Logps.apply(hidden, weight, bias, call)
+        return *_Logps.apply(hidden, weight, bias, call), None
     with torch.no_grad():
-        stats, known = _compute((hidden, weight, bias), call)
-    entropy = _shaped(stats.entropy, call) if call.want_entropy else None
-    return _shaped(stats.logp, call), entropy, _divergence(known, call)
+        found, entropy, divergence, ids = _results(hidden, *_compute((hidden, weight, bias), call))
+    return found, entropy if call.want_entropy else None, divergence, ids
 
 
 Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
-AnyTeacher = Union[TeacherHead, TopKHead, None]
+AnyTeacher = Union[TeacherHead, TopKHead, KLogps, None]
 
 
 class Opened(NamedTuple):
@@ -101,28 +106,30 @@ def open_pass(
     *,
     wants: Sequence[bool] = (False, False, False),
     chunk_rows: Optional[int] = None,
+    logits_dtype: Optional[torch.dtype] = None,
     teacher: AnyTeacher = None,
 ) -> Opened:
     """Prepares the tokens of a call, whose statistics are written to `stats`."""
     ids, mask, per_token, kept_ids, kept_counts = call.tokens
     number, logit_scale, softcap, theta = call.numbers
-    count, dtype, device, kernels = ids.numel(), stats.logp.dtype, ids.device, get_backend(call.backend)
+    dtype, device, kernels = stats.logp.dtype, ids.device, get_backend(call.backend)
     if theta:
         refuse_capture(device)
     head = LMHead(
-        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, chunk_rows=chunk_rows,
-        vocab_slice=call.vocab_slice,
+        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, logits_dtype=logits_dtype,
+        chunk_rows=chunk_rows, vocab_slice=call.vocab_slice,
         teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
     )  # fmt: skip
     mask, every_row = None if mask is None else mask.reshape(-1).bool(), is_capturing(device)
     head.keep = mask if every_row else None
     if per_token is None:
-        temperature = torch.full((count,), number, dtype=dtype, device=device)
+        temperature = torch.full((head.num_tokens,), number, dtype=dtype, device=device)
     else:
-        expanded = per_token.detach().reshape(-1).expand(count)
+        expanded = per_token.detach().reshape(-1).expand(head.num_tokens)
         temperature = _filled(expanded, mask, 1.0).to(device=device, dtype=dtype)
     sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=every_row)
-    sampled = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
+    sampled = (ids[..., 0] if ids.dim() == inputs[0].dim() else ids).reshape(-1)  # of K ids the first
+    sampled = sampled if mask is None else torch.where(mask, sampled, 0)
     tokens = HeadPass(
         head, sampled.contiguous().long(), temperature, LogitTransform(logit_scale, softcap), stats,
         sparse_backward=theta or None, teacher=teacher,
@@ -138,41 +145,69 @@ def open_pass(
 def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = None) -> None:
     """What the data of its tokens must be."""
     ids, mask, temperature, *_ = call.tokens
+    if call.top_k:
+        check_top_k("k", call.top_k, vocab_size)
+    check_teacher_values(call.teacher, vocab_size, mask)
+    if mask is not None and mask.dim() < ids.dim():
+        mask = mask[..., None].expand_as(ids)
     check_values(ids, mask, vocab_size, cu_seqlens)
     if temperature is not None:
-        check_temperature(temperature, None if mask is None else mask.bool())
+        check_temperature(temperature, None if call.tokens.mask is None else call.tokens.mask.bool())
 
 
 def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
-    """x (N,) with `fill` at padding, whatever that holds; stored contiguously."""
-    return stored(x)[0].contiguous() if mask is None else torch.where(mask, x, fill)
+    """x (N,) or (N, K) with `fill` at padding, whatever that holds; stored contiguously."""
+    return stored(x)[0].contiguous() if mask is None else torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, fill)
 
 
 @unseen_by_modes
 def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
     """(statistics, 0 at masked positions, and the teacher with its divergence). To be called under no_grad."""
-    hidden, count = inputs[0], call.tokens.completion_ids.numel()
+    hidden, count = inputs[0], inputs[0].numel() // inputs[0].shape[-1]
     dtype = table_dtype(call.compute_dtype or hidden.dtype)
     with pinned_matmul_precision(hidden.device):
-        teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), count, dtype)
-        stats = Statistics.zeros(count, hidden.device, dtype)
-        vocab_size = inputs[1].shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
+        vocab_size = vocab_size_of(inputs[1], call.vocab_slice)
         check_call(call, vocab_size)
+        stats = Statistics.zeros(count, hidden.device, dtype)
+        teacher: AnyTeacher = _k_logps(inputs, call, stats)
+        if call.teacher is not None:
+            given = count, dtype, vocab_size, call.vocab_slice
+            teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), *given)
         head, tokens, mask, every_row, chosen = open_pass(inputs, call, stats, teacher=teacher)
+        tokens.normalise_teacher(chosen.scored)
         tokens.forward(chosen.scored, entropy=call.want_entropy)
         head.release()
         if every_row and mask is not None:
             stats = Statistics(*(torch.where(mask, x, 0.0) for x in stats))
+            if isinstance(teacher, KLogps):
+                teacher.clear(~mask)
         return stats, teacher
 
 
-def _shaped(x: Tensor, call: LogpsCall) -> Tensor:
-    """A copy that is no view: autograd forbids to change a view that a function returns in place."""
-    return x.view(call.tokens.completion_ids.shape).clone()
+def _k_logps(inputs: Inputs, call: LogpsCall, stats: Statistics) -> Optional[KLogps]:
+    """What belongs to K ids of each token, where the call is of these."""
+    ids, several = call.tokens.completion_ids, inputs[0].dim() == call.tokens.completion_ids.dim()
+    if not several and not call.top_k:
+        return None
+    given = ids.reshape(-1, ids.shape[-1]).long() if several else call.top_k
+    return KLogps(given, stats, vocab_size_of(inputs[1], call.vocab_slice), call.vocab_slice)
 
 
-def _divergence(teacher: AnyTeacher, call: LogpsCall) -> Optional[Tensor]:
-    return None if teacher is None else _shaped(teacher.divergence, call)
+def _shaped(x: Tensor, hidden: Tensor) -> Tensor:
+    """A copy of x (N, ...) that is no view: autograd forbids to change a view that a function returns in place."""
+    return x.view(*hidden.shape[:-1], *x.shape[1:]).clone()
+
+
+def _results(
+    hidden: Tensor, stats: Statistics, known: AnyTeacher
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+    """`logps_from_hidden`."""
+    logp, divergence, ids = stats.logp, None, None
+    if isinstance(known, KLogps):
+        logp, ids = known.logp, _shaped(known.ids, hidden) if known.finds else None
+    elif known is not None:
+        divergence = _shaped(known.divergence, hidden)
+    return _shaped(logp, hidden), _shaped(stats.entropy, hidden), divergence, ids
 
 
 @unseen_by_modes
@@ -193,9 +228,12 @@ def _compute_gradients(
     check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
         stats = Statistics(torch.zeros_like(entropy), lse.clone(), entropy.clone())
+        flat = None if call.tokens.mask is None else call.tokens.mask.reshape(-1).bool()
         if teacher is not None:
-            flat = None if call.tokens.mask is None else call.tokens.mask.reshape(-1).bool()
             teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), flat, 0.0)
+        if (several := _k_logps(inputs, call, stats)) is not None:
+            several.take_gradient(_filled(outer[0].reshape(several.ids.shape), flat, 0.0))
+            teacher, outer = several, (torch.zeros_like(entropy), outer[1])
         head, tokens, mask, every_row, _ = open_pass(inputs, call, stats, wants=wants, teacher=teacher)
         dlogp, dentropy = (_filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
         tokens.backward(dlogp, dentropy, every_row=every_row)
@@ -205,12 +243,13 @@ def _compute_gradients(
 class _Logps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
-        stats, ctx.teacher = _compute((hidden, weight, bias), call)
+        stats, known = _compute((hidden, weight, bias), call)
+        ctx.teacher = None if call.teacher is None else known
         ctx.call, given = call._replace(tokens=None), [*call.tokens]
         if call.teacher is not None:  # autograd notices changes, which inference tensors do not count
             given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor) and not x.is_inference()]
         ctx.save_for_backward(hidden, weight, bias, stats.entropy, stats.lse, *given)
-        return _shaped(stats.logp, call), _shaped(stats.entropy, call), _divergence(ctx.teacher, call)
+        return _results(hidden, stats, known)[:3]
 
     @staticmethod
     def backward(ctx, *outer):
@@ -231,19 +270,24 @@ def logps(
     want_entropy: bool,
     backend: str,
     compute_dtype: Optional[torch.dtype],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logps, entropy), each of the shape of completion_ids, 0 at masked positions; for the backward (entropy, lse),
-    each (N,), since the caller may change what it got. `tokens`: LogpsTokens."""
-    call = LogpsCall(LogpsTokens(*tokens), numbers, want_entropy, backend, compute_dtype)  # type: ignore[arg-type]
+    top_k: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logps, entropy), 0 at masked positions; for the backward (entropy, lse), each (N,), since the caller may change
+    what it got; the ids of these logps where they were to be found. `tokens`: LogpsTokens."""
+    call = LogpsCall(LogpsTokens(*tokens), numbers, want_entropy, backend, compute_dtype, top_k)  # type: ignore[arg-type]
     with torch.no_grad():
-        stats, _ = _compute((hidden, weight, bias), call)
-    return _shaped(stats.logp, call), _shaped(stats.entropy, call), stats.entropy.clone(), stats.lse
+        stats, known = _compute((hidden, weight, bias), call)
+    found, entropy, _, ids = _results(hidden, stats, known)
+    ids = hidden.new_empty(0, dtype=torch.int64) if ids is None else ids
+    return found, entropy, stats.entropy.clone(), stats.lse, ids
 
 
 @logps.register_fake
-def _(hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype):
-    dtype, shape, count = table_dtype(compute_dtype or hidden.dtype), tokens[0].shape, tokens[0].numel()
-    results = ((shape, dtype), (shape, dtype), (count, dtype), (count, torch.float64))
+def _(hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, top_k):
+    dtype, shape = table_dtype(compute_dtype or hidden.dtype), hidden.shape[:-1]
+    count, found = math.prod(shape), (*shape, top_k) if top_k else 0
+    of_logps = found if top_k else tokens[0].shape
+    results = (of_logps, dtype), (shape, dtype), (count, dtype), (count, torch.float64), (found, torch.int64)
     return tuple(hidden.new_empty(size, dtype=kind) for size, kind in results)
 
 
@@ -275,10 +319,10 @@ def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, wants):
 
 
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype = inputs
+    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, _ = inputs
     ctx.options = numbers, backend, compute_dtype
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(hidden, weight, bias, *output[2:], *tokens)
+    ctx.save_for_backward(hidden, weight, bias, *output[2:4], *tokens)
 
 
 def _logps_gradients(ctx, g_logps, g_entropy, *_):
@@ -287,7 +331,7 @@ def _logps_gradients(ctx, g_logps, g_entropy, *_):
     saved = list(ctx.saved_tensors)
     inputs, results, tokens = saved[:3], saved[3:5], saved[5:]
     gradients = logps_backward([g_logps, g_entropy], inputs, tokens, results, *ctx.options, wants)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 4)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 5)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)

@@ -22,10 +22,11 @@ from torch import Tensor
 from ..kernels.operations import HeadChunk, LogitChunk, LogitTransform, Rows, Statistics, TokenMask
 from ..objective.metrics import MASK_SUMS
 from .chunk_size import Selection, select_rows
+from .k_ids import KIds, KLogps
 from .kept import DenseMask, KeptLogits, split
 from .lm_head import GivenLogits, LMHead
 from .sparse import SparsePairs
-from .teacher import KeptTeacher, TeacherHead, TopKHead, write_over
+from .teacher import GivenTopK, KeptTeacher, PolicyTopK, TeacherHead, TopKHead
 
 Head = LMHead | GivenLogits | KeptLogits
 
@@ -44,7 +45,7 @@ class HeadPass:
 
     def __init__(
         self, head: Head, ids: Tensor, temperature: Tensor, transform: LogitTransform, stats: Statistics,
-        *, sparse_backward: float | None = None, teacher: TeacherHead | TopKHead | None = None,
+        *, sparse_backward: float | None = None, teacher: TeacherHead | TopKHead | KLogps | None = None,
     ) -> None:  # fmt: skip
         self.head, self.backend, self.vocab_slice = head, head.backend, head.vocab_slice
         self.sampled_ids = ids  # of the whole vocabulary
@@ -69,7 +70,7 @@ class HeadPass:
             self.mask = DenseMask(mask, scored & (mask.counts > 0), self.ids, dtype, head.vocab_slice)
             return None
         # Gathered rows have the ids of such a teacher only, and those of the mask are the same.
-        holds = self.teacher.holds(self.sampled_ids) if isinstance(self.teacher, TopKHead) else None
+        holds = self.teacher.holds(self.sampled_ids) if isinstance(self.teacher, GivenTopK) else None
         found = split(
             mask, scored, scored if active is None else active, head.vocab_size, gathers=holds, offsets=offsets
         )
@@ -79,7 +80,7 @@ class HeadPass:
             logits = KeptLogits(mask, found.matrices, self.sampled_ids, head, dtype)
             self.kept_logits = logits
             self.kept = HeadPass(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
-            if isinstance(self.teacher, TopKHead):
+            if isinstance(self.teacher, GivenTopK):
                 self.kept.teacher = KeptTeacher(self.teacher, logits, self.temperature)
             for chunk in self.kept.chunks(None):
                 chunk.forward()
@@ -122,6 +123,14 @@ class HeadPass:
         if self.backend.exponentials is None or self.head.logits_dtype != torch.float32:  # 16 bits round twice then
             return Chunk
         return Exponentials
+
+    def normalise_teacher(self, index: Tensor | None) -> None:
+        """The log-sum-exps of a teacher of the policy's likeliest ids, of these tokens (None: of all)."""
+        teacher = self.teacher
+        if isinstance(teacher, PolicyTopK) and teacher.mass is not None:
+            ids, transform = torch.zeros_like(self.sampled_ids), LogitTransform(*teacher.transform[2:])
+            HeadPass(teacher.head, ids, self.temperature, transform, teacher.stats).forward(index, entropy=False)
+            teacher.head.release()
 
     def forward(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """Statistics of these tokens (None: of all), nothing else."""
@@ -211,8 +220,8 @@ class Chunk:
         p.backend.statistics(read)
         if p.vocab_slice is not None:
             p.vocab_slice.combine(rows, p.sampled_ids, p.stats)
-        if isinstance(p.teacher, TopKHead):
-            p.teacher.put_divergence(read, p.backend)
+        if p.teacher is not None:
+            p.teacher.put(read, p.backend)
 
     def read_again(self) -> None:
         """Computes the logits of tokens whose statistics are known."""
@@ -246,11 +255,11 @@ class Chunk:
         if weight is not None and read.teacher is not None:
             read = read._replace(teacher=read.teacher._replace(weight=weight))
         entries = None
-        if weight is not None and isinstance(p.teacher, TopKHead):
-            read, dlogp, dentropy, entries = p.teacher.entries(read, (dlogp, dentropy, weight))
+        if weight is not None and isinstance(p.teacher, KIds):
+            read, dlogp, dentropy, entries = p.teacher.entries(read, p.sampled_ids, (dlogp, dentropy, weight))
         p.backend.gradient(read, dlogp, dentropy, written)
         if entries is not None:
-            write_over(entries, written)
+            entries.write(written)
         head.accumulate(rows, p.ids)
 
 
@@ -287,6 +296,7 @@ def run(p: HeadPass, loss: Loss, chosen: Selection, *, gradients: bool, has_entr
 
     has_entropy: a gradient goes through the entropy. every_row: no shape depends on the data.
     """
+    p.normalise_teacher(chosen.scored)
     lengths = chosen.lengths
     fits = lengths is not None and max(lengths, default=0) <= p.head.sequence_rows
     if not gradients or loss.by_batch or (loss.by_sequence and not fits):

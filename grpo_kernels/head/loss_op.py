@@ -25,7 +25,7 @@ from ..kernels.operations import LogitTransform, Statistics
 from ..objective.loss import GRPOLoss
 from ..objective.metrics import Batch
 from ..objective.tokens import Rules, TokenInputs, Tokens, plan, rules_of
-from ..teacher import Teacher, TopKTeacher
+from ..teacher import Teacher, TopKTeacher, check_teacher_values
 from .chunk_size import select_tokens
 from .gradients import PrecomputedGradients, compute_in_forward, refuse_double_backward, scaled_copy, stored_dtype
 from .kept import make_token_mask
@@ -33,8 +33,8 @@ from .lm_head import GivenLogits, LMHead
 from .loop import HeadPass, run
 from .products import pinned_matmul_precision
 from .shared import is_capturing, no_gradients, refuse_capture, table_dtype, takes_operator, unseen_by_modes
-from .teacher import TeacherHead, TopKHead, new_teacher
-from .vocab_parallel import VocabSlice, signature
+from .teacher import TeacherHead, TopKHead, knows_mass, new_teacher, teacher_from_key, teacher_to_key
+from .vocab_parallel import VocabSlice, signature, vocab_size_of
 
 # On a GPU the products of so few rows take as long as reading the weight: a row left out saves nothing, and reading the
 # counts of rows costs a wait for the device. An H200 does 206 operations of a 16-bit product in the time in which it
@@ -56,28 +56,31 @@ class LossCall(NamedTuple):
     @property
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
-        batch = self.batch
-        return batch.config.key, batch.num_groups, batch.backend, self.compute_dtype, signature(*batch.tokens)
+        batch, given = self.batch, {} if self.teacher is None else vars(self.teacher)
+        # Of a teacher all but the rows of slices.
+        teacher = [(n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x) for n, x in given.items()]
+        return batch.config.key, batch.num_groups, batch.backend, self.compute_dtype, signature(*batch.tokens), teacher
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
     """Returns (loss, logps, entropy, what metrics are computed from, other numbers); the loss is differentiable in
     hidden, weight and bias. With a teacher the divergence comes last."""
-    beyond = dict(vocab_parallel_group=call.vocab_slice, teacher=call.teacher, accumulate_into=call.accumulate_into)
-    if takes_operator(hidden, **beyond):
-        batch = call.batch
-        loss, logps, entropy, found, others, *_ = grpo_loss(
+    if takes_operator(hidden, vocab_parallel_group=call.vocab_slice, accumulate_into=call.accumulate_into):
+        batch, (teacher, of_teacher) = call.batch, teacher_to_key(call.teacher)
+        loss, logps, entropy, found, others, divergence, *_ = grpo_loss(
             hidden,
             weight,
             bias,
-            tokens=[call.completion_ids, *batch.tokens],
+            tokens=[call.completion_ids, *batch.tokens, *of_teacher],
             num_groups=batch.num_groups,
             config_key=batch.config.key,
             backend=batch.backend,
             compute_dtype=call.compute_dtype,
             wants=list(call.wants),
+            teacher=teacher,
         )
-        return loss, logps.detach(), entropy, found, others
+        results = loss, logps.detach(), entropy, found, others
+        return (*results, divergence) if teacher else results
     if any(call.wants):
         return compute_in_forward("fused_grpo_loss", partial(_compute, call=call), hidden, weight, bias)
     with torch.no_grad():
@@ -90,12 +93,13 @@ def _compute(
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     """(results, gradients). To be called under no_grad."""
     ids, config, kernels = call.completion_ids, call.batch.config, get_backend(call.batch.backend)
-    inputs = _stored(call.batch.tokens)
+    inputs, vocab_size = _stored(call.batch.tokens), vocab_size_of(weight, call.vocab_slice)
+    check_teacher_values(call.teacher, vocab_size, inputs.completion_mask)
     with pinned_matmul_precision(hidden.device):
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
         teacher = None
         if call.teacher is not None:
-            teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype)
+            teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype, vocab_size, call.vocab_slice)
         head = LMHead(
             (hidden, weight, bias), kernels, wants=tuple(call.wants), compute_dtype=call.compute_dtype,
             logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, sums_wide=config.dweight_sum == "float32",
@@ -159,7 +163,7 @@ def _loss_of_head(
         others.append(p.mask_sums())
     if p.pairs is not None:
         others.append(p.pairs.sums())
-    if isinstance(teacher, TopKHead):
+    if isinstance(teacher, TopKHead) and teacher.mass is not None:
         counted = teacher.mass if tokens.scored is None else torch.where(tokens.scored, teacher.mass, 0.0)
         others.append(counted.sum()[None])
     numbers = torch.empty(0, dtype=value.dtype, device=value.device)
@@ -252,15 +256,21 @@ def grpo_loss(
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns (loss, logps, entropy, what metrics are computed from, other numbers, dhidden, dweight, dbias).
+    teacher: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns (loss, logps, entropy, what metrics are computed from, other numbers, divergence, dhidden, dweight,
+    dbias).
 
-    `tokens`: completion_ids, then the fields of TokenInputs. Unwanted gradients are empty.
+    `tokens`: completion_ids, then the fields of TokenInputs, then a teacher's tensors. teacher: the rest of it. What is
+    not wanted is empty.
     """
-    batch = _batch_of(tokens, num_groups, config_key, backend)
+    count = 1 + len(TokenInputs._fields)
+    batch = _batch_of(tokens[:count], num_groups, config_key, backend)
     call = LossCall(cast(Tensor, tokens[0]), batch, compute_dtype, wants)
+    call = call._replace(teacher=teacher_from_key(teacher, tokens[count:]))
     with torch.no_grad():
         (loss, logps, entropy, *found), gradients = _compute(hidden, weight, bias, call)
+    found = found if teacher else [*found, hidden.new_empty(0)]
     results = loss, logps.clone(), entropy.clone(), *found  # the results of an operator share no memory
     for g, scale in zip(gradients.tensors, gradients.scales, strict=True):
         if g is not None and scale is not None:
@@ -278,16 +288,17 @@ def _batch_of(tokens: Sequence[Optional[Tensor]], num_groups: int, config_key: s
 
 
 @grpo_loss.register_fake
-def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dtype, wants):
+def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dtype, wants, teacher=""):
     ids, dtype, f = tokens[0], table_dtype(compute_dtype or hidden.dtype), hidden.new_empty
-    batch = _batch_of(tokens, num_groups, config_key, backend)
+    batch = _batch_of(tokens[: 1 + len(TokenInputs._fields)], num_groups, config_key, backend)
     given = (hidden, weight, weight if bias is None else bias)
     return (
         f((), dtype=dtype),
         f(ids.shape, dtype=dtype),
         f(ids.shape, dtype=dtype),
         f(_found_shape(batch, dtype), dtype=dtype),
-        f(sum(batch.others.values()), dtype=dtype),
+        f(sum(batch.others.values()) + knows_mass(teacher), dtype=dtype),
+        f(ids.shape, dtype=dtype) if teacher else f(0),
         *(
             x.new_empty(x.shape, dtype=stored_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)

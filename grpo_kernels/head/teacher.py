@@ -1,58 +1,73 @@
 """The teacher of a call: a second head whose logits stand beside those of each chunk, or K ids per token.
 
 A row kernel that finds a teacher's logits in its chunk computes the divergence and adds its gradient to that of the
-objective, which costs the teacher's forward product, 2 NH'V. Every scored token has a gradient then.
+objective, which costs the teacher's forward product, 2 NH'V. Every scored token has a gradient then. Of a slice of the
+vocabulary the sums are computed again, once the log-sum-exps of both sides over all of it are known.
 
-Outside of K ids dD/dz_j is p_j times one number of the token, so the row kernel gets that with d loss / d logp. The
-entries of the K ids, and that of the sampled id, are then written over, exact, from their logits: O(NK) in plain torch,
-on every backend. With mode "tail" the row's statistics are taken a second time, without the K ids: the rest of the
-policy's mass comes from its own sum, not from a difference, and the row kernel computes the others' probabilities
-relative to it, which a small rest does not round to 0.
+With K ids (k_ids.py) the divergence is over these. With mode "tail" the row's statistics are taken a second time,
+without the K ids: the rest of the policy's mass comes from its own sum, not from a difference, and the row kernel
+computes the others' probabilities relative to it, which a small rest does not round to 0.
 
 Per ids S of a token, l = log p - log q, m = (1 - b) p + b q; P and Q the masses of S:
     tail         one more outcome of mass 1 - P and 1 - Q: D as over the vocabulary, dD/dz_j = p_j slope of j's outcome
     truncate     sums over S alone: reverse_kl p_j ([j in S] (l_j + 1) - D - P), forward_kl Q p_j - [j in S] q_j
     renormalize  of p / P and q / Q; 0 outside of S
+A TopKTeacher comes with S and q. A Teacher with `top_k` has the policy's likeliest ids: its own logits of them are
+products with gathered rows of its weight, 2 NKH'. The normaliser that "tail" and "truncate" need is a pass over the
+teacher's vocabulary of its own, before the policy's: 2 NH'V, and never two chunks of logits in memory.
 """
 
 from __future__ import annotations
 
+import ast
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..checks.arguments import products_dtype
 from ..checks.plain import check_gathered
 from ..config import GRPOConfig
 from ..kernels.operations import (
     Backend,
+    KeptIds,
     LogitChunk,
-    RowGradients,
     Rows,
     Statistics,
     TeacherLogits,
     TeacherTransform,
 )
-from ..teacher import Teacher, TopKTeacher
+from ..kernels.torch.transform import transformed
+from ..teacher import Teacher, TopKTeacher, is_whole
+from .k_ids import KIds, KIdSlopes
 from .kept import KeptLogits
 from .lm_head import LMHead
+from .vocab_parallel import VocabSlice
 
 # The least mass of the ids that the teacher leaves out: what float32 log-probabilities tell from none.
 MIN_TAIL_MASS = 2.0**-24
 
 
+def _lm_head(teacher: Teacher, config: GRPOConfig, backend: Backend, **options: Any) -> LMHead:
+    inputs = teacher.hidden, teacher.weight, teacher.bias
+    check_gathered("Teacher.weight", teacher.weight)  # it may have been released since the forward
+    logits_dtype = config.logits_dtype
+    if logits_dtype is not None:  # of the policy: float32, or its own type, which need not be the teacher's
+        logits_dtype = logits_dtype if logits_dtype.itemsize > 2 else None
+    return LMHead(inputs, backend, compute_dtype=products_dtype(*inputs), logits_dtype=logits_dtype, **options)
+
+
 class TeacherHead:
     """Logits of a teacher, and what its row kernels keep of each token. `weight` (N,): d loss / d divergence."""
 
-    def __init__(self, teacher: Teacher, config: GRPOConfig, backend: Backend, count: int, dtype: torch.dtype) -> None:
-        inputs = teacher.hidden, teacher.weight, teacher.bias
-        check_gathered("Teacher.weight", teacher.weight)  # it may have been released since the forward
-        compute_dtype, logits_dtype = products_dtype(*inputs), config.logits_dtype
-        if logits_dtype is not None:  # of the policy: float32, or its own type, which need not be the teacher's
-            logits_dtype = logits_dtype if logits_dtype.itemsize > 2 else None
-        self.head = LMHead(inputs, backend, compute_dtype=compute_dtype, logits_dtype=logits_dtype, chunk_rows=1)
+    def __init__(
+        self, teacher: Teacher, config: GRPOConfig, backend: Backend, count: int, dtype: torch.dtype,
+        vocab_slice: VocabSlice | None,
+    ) -> None:  # fmt: skip
+        self.head, self.vocab_slice = _lm_head(teacher, config, backend, chunk_rows=1), vocab_slice
         self.transform = config.teacher_transform(teacher)
         self.offset = torch.zeros(count, dtype=dtype, device=teacher.hidden.device)
         self.lse = self.offset.new_zeros(count, dtype=torch.float64)
@@ -68,136 +83,132 @@ class TeacherHead:
         given = self.weight, self.divergence, self.offset, self.lse
         return TeacherLogits(logits, self.head.folded_bias, self.transform, *given)
 
+    def put(self, chunk: LogitChunk, backend: Backend) -> None:
+        """Replaces what the row kernel wrote of a slice of the vocabulary."""
+        if self.vocab_slice is not None:
+            own = chunk.rows.take(self.lse).contiguous()
+            chunk.rows.put(self.lse, self.vocab_slice.gather(own).logsumexp(0))
+            sums = backend.divergence(chunk)
+            self.vocab_slice.add_up(sums)
+            for kept, x in zip((self.divergence, self.offset), sums, strict=True):
+                chunk.rows.put(kept, x.to(kept.dtype))
+
 
 # --- K ids -----------------------------------------------------------------------------------------------------------
 
 
-class TopKGradients(NamedTuple):
-    """D (C,), dD/dz of the K ids (C, K); of another id: dD/dz = p_j outside + (share of j in the rest) of_rest (C,)."""
+class TopKHead(KIds):
+    """A divergence over K ids. weight (N,): d loss / d divergence; log_q (N, K): the teacher's, -inf where not used."""
 
-    divergence: Tensor
-    inside: Tensor
-    outside: Tensor
-    of_rest: Tensor
+    log_q: Tensor
+    mass: Tensor | None  # (N,) of the teacher; None where it is not known
+
+    def __init__(self, ids: Tensor | int, mode: str, transform: TeacherTransform, stats: Statistics, *of: Any) -> None:
+        super().__init__(ids, stats, *of)
+        self.mode, self.transform, self.rest = mode, transform, stats if mode == "tail" else None
+        self.divergence = torch.zeros_like(stats.logp)
+
+    def put(self, chunk: LogitChunk, backend: Backend) -> None:
+        """After the statistics of a chunk, whose logits are as before afterwards."""
+        rows = chunk.rows
+        if self.rest is not None:
+            place, _ = self._places(rows.take(self.ids))
+            kept = chunk.logits[place]
+            chunk.logits[place] = -torch.inf  # scatter_ would copy all of the logits, whose rows have gaps
+            backend.statistics(chunk._replace(stats=self.rest, teacher=None))
+            chunk.logits[place] = kept
+            if self.vocab_slice is not None:
+                self.vocab_slice.combine(rows, torch.zeros_like(self.ids[:, 0]), self.rest)
+        log_p, _ = self._log_p(chunk, rows.take(self.ids))
+        outcomes = self._outcomes(chunk, log_p)
+        rows.put(self.divergence, _divergence(*outcomes, self.transform)[0].to(self.divergence.dtype))
+
+    def _outcomes(self, chunk: LogitChunk, log_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the policy and the teacher between which the divergence is."""
+        rows, log_q = chunk.rows, chunk.rows.take(self.log_q)
+        log_p = log_p.masked_fill(~rows.take(self.used), -torch.inf)
+        if self.mode == "renormalize":
+            return log_p - log_p.logsumexp(1, keepdim=True), log_q - log_q.logsumexp(1, keepdim=True)
+        if self.rest is None or self.mass is None:
+            return log_p, log_q
+        log_rest = rows.take(self.rest.lse) - rows.take(chunk.stats.lse)
+        others = (1 - rows.take(self.mass)).clamp(min=MIN_TAIL_MASS).log()
+        has_rest = log_rest > -torch.inf  # else every id is among the K
+        rest = torch.stack([log_rest, torch.where(has_rest, others, -torch.inf)], 1)
+        return torch.cat([log_p, rest[:, :1]], 1), torch.cat([log_q, rest[:, 1:]], 1)
+
+    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> KIdSlopes:
+        """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
+        outcomes = self._outcomes(chunk, log_p)
+        p = outcomes[0].exp()
+        _, dlogp_term = _divergence(*outcomes, self.transform)
+        if self.mode == "truncate" and self.transform.divergence == "reverse_kl":
+            dlogp_term = dlogp_term + p  # whose sum over all outcomes is 1 in the other modes
+        mean = dlogp_term.sum(1)
+        inside = dlogp_term - p * mean[:, None]
+        outside, of_rest = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)
+        if self.rest is not None:
+            inside, of_rest = inside[:, :-1], dlogp_term[:, -1]
+        return KIdSlopes(torch.where(chunk.rows.take(self.used), inside, inside[:, :1]), outside, of_rest)
 
 
-class Entries(NamedTuple):
-    """Logits of a chunk that are written over: their columns (C, K + 1), the sampled one last, and their gradient."""
+class GivenTopK(TopKHead):
+    """The ids of a TopKTeacher."""
 
-    columns: Tensor
-    gradient: Tensor
-
-
-class TopKHead:
-    """What belongs to the tokens of a call. `weight` (N,): d loss / d divergence."""
-
-    weight: Tensor
-
-    def __init__(self, teacher: TopKTeacher, transform: TeacherTransform, dtype: torch.dtype) -> None:
+    def __init__(self, teacher: TopKTeacher, *given: Any) -> None:
         k = teacher.ids.shape[-1]
         ids, logps = teacher.ids.reshape(-1, k).long(), teacher.logps.reshape(-1, k).double()
         order = torch.where(ids >= 0, ids, torch.iinfo(torch.int64).max).argsort(1)  # as a sampling mask has them
         ids, logps = ids.gather(1, order), logps.gather(1, order)
         used = ids >= 0
         # Places that a token does not use repeat its first id; 0 for a token without any, which is padding.
-        self.ids = torch.where(used, ids, ids[:, :1]).clamp_(min=0)
+        super().__init__(torch.where(used, ids, ids[:, :1]).clamp_(min=0), teacher.mode, *given)
         self.used, self.log_q = used, torch.where(used, logps, -torch.inf)
         self.mass = self.log_q.exp().sum(1)
-        self.transform, self.mode = transform, teacher.mode
-        self.rest = Statistics.zeros(len(ids), ids.device, dtype)  # without the K ids
-        self.divergence = torch.zeros_like(self.rest.logp)
 
     def holds(self, sampled: Tensor) -> Tensor:
         """(N,) bool: the sampled id (N,) is among the K."""
         return ((self.ids == sampled[:, None]) & self.used).any(1)
 
-    def put_divergence(self, chunk: LogitChunk, backend: Backend) -> None:
-        """After the statistics of a chunk, whose logits are as before afterwards."""
-        rows = chunk.rows
-        if self.mode == "tail":
-            place = _places(chunk.logits, rows.take(self.ids))
-            kept = chunk.logits[place]
-            chunk.logits[place] = -torch.inf  # scatter_ would copy all of the logits, whose rows have gaps
-            backend.statistics(chunk._replace(stats=self.rest))
-            chunk.logits[place] = kept
-        log_p, _ = _log_p(chunk, rows.take(self.ids))
-        found = self._slopes(chunk, log_p)
-        rows.put(self.divergence, found.divergence.to(self.divergence.dtype))
 
-    def entries(
-        self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[LogitChunk, Tensor, Tensor, Entries]:
-        """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
-        entries). coefficients (N,): these two and d loss / d divergence. To be called before the gradient takes the
-        place of the logits."""
-        rows, stats, sampled = chunk.rows, chunk.stats, chunk.rows.take(chunk.ids)
-        dlogp, dentropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
-        columns = torch.cat([rows.take(self.ids), sampled[:, None]], 1)
-        log_p, chain = _log_p(chunk, columns)
-        found = self._slopes(chunk, log_p[:, :-1])
-        p = log_p.exp()
-        log_rest = self._log_rest(rows, stats)
-        outside, of_rest = found.outside[:, None], found.of_rest[:, None]
-        is_inside = (columns[:, :-1] == sampled[:, None]) & rows.take(self.used)
-        inside = torch.where(is_inside, found.inside, 0.0).sum(1, keepdim=True)  # of the sampled id, if it is there
-        share = (log_p[:, -1:] - log_rest).exp()
-        of_sampled = torch.where(is_inside.any(1, keepdim=True), inside, p[:, -1:] * outside + share * of_rest)
-        slope = torch.where(weight != 0, weight * torch.cat([found.inside, of_sampled], 1), 0.0)
-        entropy = torch.where(dentropy != 0, rows.take(stats.entropy).double()[:, None], 0.0)
-        weighted_logp = torch.where(p == 0, 0.0, p * (log_p + entropy))
-        gradient = slope - dlogp * p - dentropy * weighted_logp + dlogp * (columns == sampled[:, None])
-        # The row kernel computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)); here lse is that of the rest, so
-        # the coefficients are times its mass, and H moves along.
-        mass = log_rest.exp()
-        g_others = mass * dlogp - torch.where(weight != 0, weight * (mass * outside + of_rest), 0.0)
-        lse, moved = rows.take(stats.lse)[:, None] + log_rest, rows.take(stats.entropy).double()[:, None] + log_rest
-        others = Statistics(*(x.clone() for x in stats))
-        at_logp, at_entropy = (x.clone() for x in coefficients[:2])
-        changed = (others.lse, lse), (others.entropy, moved), (at_logp, g_others), (at_entropy, mass * dentropy)
-        for kept, x in changed:
-            rows.put(kept, x.squeeze(1).to(kept.dtype))
-        return chunk._replace(stats=others), at_logp, at_entropy, Entries(columns, gradient * chain)
+class PolicyTopK(TopKHead):
+    """The policy's likeliest ids, and a Teacher's logits of them. stats: of the teacher, which a pass over its whole
+    vocabulary writes before the first chunk, unless the mode is "renormalize"."""
 
-    def _log_rest(self, rows: Rows, stats: Statistics) -> Tensor:
-        """(C, 1) log of the policy's mass outside of the K ids; 0 where it is not needed, or there is no other id."""
-        if self.mode != "tail":
-            return torch.zeros(rows.count, 1, dtype=torch.float64, device=stats.lse.device)
-        log_rest = (rows.take(self.rest.lse) - rows.take(stats.lse))[:, None]
-        return torch.where(log_rest > -torch.inf, log_rest, 0.0)
+    def __init__(self, teacher: Teacher, config: GRPOConfig, backend: Backend, *given: Any) -> None:
+        assert teacher.top_k is not None
+        super().__init__(teacher.top_k, teacher.mode, *given)
+        self.head = _lm_head(teacher, config, backend, chunk_rows=config.chunk_rows, vocab_slice=self.vocab_slice)
+        self.stats = Statistics.zeros(len(self.ids), self.ids.device, self.divergence.dtype)
+        self.log_q = self.stats.lse.new_zeros(self.ids.shape)
+        self.mass = None if self.mode == "renormalize" else torch.zeros_like(self.stats.lse)
 
-    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradients:
-        """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
-        rows, transform = chunk.rows, self.transform
-        used, log_q, lse = rows.take(self.used), rows.take(self.log_q), rows.take(chunk.stats.lse)
-        log_p = log_p.masked_fill(~used, -torch.inf)
-        if self.mode == "renormalize":
-            log_p, log_q = (x - x.logsumexp(1, keepdim=True) for x in (log_p, log_q))
-        outcomes = log_p, log_q
-        if self.mode == "tail":
-            log_rest = rows.take(self.rest.lse) - lse
-            others = (1 - rows.take(self.mass)).clamp(min=MIN_TAIL_MASS).log()
-            has_rest = log_rest > -torch.inf  # else every id is among the K
-            rest = torch.stack([log_rest, torch.where(has_rest, others, -torch.inf)], 1)
-            outcomes = torch.cat([log_p, rest[:, :1]], 1), torch.cat([log_q, rest[:, 1:]], 1)
-        p = outcomes[0].exp()
-        divergence, dlogp_term = _divergence(*outcomes, transform)
-        if self.mode == "truncate" and transform.divergence == "reverse_kl":
-            dlogp_term = dlogp_term + p  # whose sum over all outcomes is 1 in the other modes
-        mean = dlogp_term.sum(1)
-        inside = dlogp_term - p * mean[:, None]
-        outside, of_rest = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)
-        if self.mode == "tail":
-            inside, of_rest = inside[:, :-1], dlogp_term[:, -1]
-        # A place that is not used has the entry of the id that it repeats.
-        return TopKGradients(divergence, torch.where(used, inside, inside[:, :1]), outside, of_rest)
+    def put(self, chunk: LogitChunk, backend: Backend) -> None:
+        rows, head, ids = chunk.rows, self.head, self._likeliest(chunk)
+        rows.put(self.ids, ids)
+        columns = pad(self._columns(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
+        kept = KeptIds(Rows(0, rows.count, rows.tokens(ids.device)), columns)
+        u = torch.empty(columns.shape, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=ids.device)
+        backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept, u)
+        u = u[:, : ids.shape[1]]
+        if self.mass is not None:
+            u = u.to(head.logits_dtype)  # as those under the normaliser were rounded
+        z, _ = transformed(u.double(), None, rows.take(chunk.temperature), self.transform)
+        log_q = self._of_all_ranks(z, ids)
+        if self.mass is not None:
+            log_q = log_q - rows.take(self.stats.lse)[:, None]
+            rows.put(self.mass, log_q.exp().sum(1))
+        rows.put(self.log_q, log_q)
+        super().put(chunk, backend)
 
 
 class KeptTeacher(TeacherHead):
     """The ids of a TopKTeacher where they are a token's sampling mask: its log-probabilities beside the kept logits."""
 
-    def __init__(self, top_k: TopKHead, head: KeptLogits, temperature: Tensor) -> None:
+    def __init__(self, top_k: GivenTopK, head: KeptLogits, temperature: Tensor) -> None:
         self.transform, self.weight, self.divergence = top_k.transform, top_k.weight, top_k.divergence
-        self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.mass)
+        self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.log_q[:, 0])
+        self.vocab_slice = None
         # A row kernel divides by the temperature again. The ids of a row stand in the order of `log_q`.
         log_q, self._logits = top_k.log_q * temperature.double()[:, None], {}
         for rows in head.chunks(None):
@@ -225,45 +236,50 @@ def _divergence(log_p: Tensor, log_q: Tensor, transform: TeacherTransform) -> tu
     return (b * q * _ratio(log_q, log_m)).sum(1) + dlogp_term.sum(1), dlogp_term
 
 
-def _places(matrix: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of these columns (C, K) of the rows of a matrix."""
-    return torch.arange(len(matrix), device=matrix.device)[:, None], columns
-
-
-def write_over(entries: Entries, written: RowGradients) -> None:
-    """Behind the row kernel; what rounding takes from the sampled id's entry is that of the new one."""
-    dlogits, rounding_error = written
-    rounded = entries.gradient.to(dlogits.dtype)
-    dlogits[_places(dlogits, entries.columns)] = rounded
-    if rounding_error is not None:
-        rounding_error.copy_((entries.gradient - rounded.double())[:, -1])
-
-
-def _log_p(chunk: LogitChunk, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, derivative of z by the logits) of these columns (C, K), in float64."""
-    transform = chunk.transform
-    u = chunk.logits[_places(chunk.logits, columns)].double()
-    if chunk.bias is not None:
-        u = u + chunk.bias.double()[columns]
-    temperature = chunk.rows.take(chunk.temperature).double()[:, None]
-    z, chain = u * transform.logit_scale, transform.logit_scale / temperature
-    if transform.softcap:
-        tanh = (z / transform.softcap).tanh()
-        z, chain = torch.where(z == -torch.inf, z, tanh * transform.softcap), chain * (1 - tanh * tanh)
-    return z / temperature - chunk.rows.take(chunk.stats.lse)[:, None], chain
-
-
 def _ratio(log_a: Tensor, log_b: Tensor) -> Tensor:
     """log(a / b), 0 where a is 0."""
     return torch.where(log_a == -torch.inf, 0.0, log_a - log_b)
 
 
 def new_teacher(
-    teacher: Teacher | TopKTeacher | None, config: GRPOConfig, backend: Backend, count: int, dtype: torch.dtype
-) -> TeacherHead | TopKHead | None:
+    teacher: Teacher | TopKTeacher | None, config: GRPOConfig, backend: Backend, count: int, dtype: torch.dtype,
+    vocab_size: int, vocab_slice: VocabSlice | None,
+) -> TeacherHead | TopKHead | None:  # fmt: skip
     """What the engine keeps of a teacher, for so many tokens with values in `dtype`."""
     if teacher is None:
         return None
+    if is_whole(teacher):
+        return TeacherHead(teacher, config, backend, count, dtype, vocab_slice)
+    device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device
+    rest, slices = Statistics.zeros(count, device, dtype), (vocab_size, vocab_slice)
     if isinstance(teacher, Teacher):
-        return TeacherHead(teacher, config, backend, count, dtype)
-    return TopKHead(teacher, config.teacher_transform(None), dtype)
+        return PolicyTopK(teacher, config, backend, config.teacher_transform(teacher), rest, *slices)
+    return GivenTopK(teacher, config.teacher_transform(None), rest, *slices)
+
+
+# --- what an operator receives ----------------------------------------------------------------------------------------
+
+
+def teacher_to_key(teacher: Teacher | TopKTeacher | None) -> tuple[str, list[Tensor | None]]:
+    """Returns a teacher as an operator receives it: text, "" for none, and tensors."""
+    if teacher is None:
+        return "", []
+    if isinstance(teacher, TopKTeacher):
+        return teacher.mode, [teacher.ids, teacher.logps]
+    numbers = f"{teacher.logit_scale!r};{teacher.logit_softcap!r};{teacher.top_k!r}"
+    return f"{numbers};{teacher.mode}", [teacher.hidden, teacher.weight, teacher.bias]
+
+
+def teacher_from_key(key: str, tensors: Sequence[Any]) -> Teacher | TopKTeacher | None:
+    """Returns what `teacher_to_key` was given."""
+    *numbers, mode = key.split(";")
+    given: list[Any] = [*tensors, *map(ast.literal_eval, numbers), mode]
+    if not key:
+        return None
+    return Teacher(*given) if numbers else TopKTeacher(*given)
+
+
+def knows_mass(key: str) -> bool:
+    """Returns whether a call with this teacher knows the teacher's probability of K ids."""
+    *numbers, mode = key.split(";")
+    return bool(key) and (not numbers or (numbers[-1] != "None" and mode != "renormalize"))

@@ -93,6 +93,11 @@ class VocabSlice(NamedTuple):
         distributed.all_reduce(x, group=self.group)
 
 
+def vocab_size_of(weight: Tensor, vocab_slice: VocabSlice | None) -> int:
+    """Returns the rows of the whole lm_head, of all ranks."""
+    return weight.shape[0] if vocab_slice is None else vocab_slice.vocab_size
+
+
 def exchange_and_check(
     group: ProcessGroup,
     hidden: Tensor,

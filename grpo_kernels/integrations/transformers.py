@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("grpo_kernels.integrations.transformers needs transformers: pip install transformers") from error
 
-_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # of a cache: others write into states
+PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # of a cache: others write into states
 
 
 def fused_forward(
@@ -116,7 +116,7 @@ def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], len
     found = parts.body(**{name: tensor[is_new] for name, tensor in prompt.items()}, use_cache=True)
     cache = cache_of(found)
     layers = getattr(cache, "layers", None) or [cache]
-    if cache is None or not all(type(layer) in _PLAIN_LAYERS for layer in layers):
+    if cache is None or not all(type(layer) in PLAIN_LAYERS for layer in layers):
         why = "keeps no cache" if cache is None else f"keeps a cache of {type(layers[0]).__name__}"
         raise ValueError(
             f"share_prompts=True: the {type(parts.model).__name__} {why}; expected one of keys and values only, "

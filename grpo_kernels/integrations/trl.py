@@ -11,19 +11,21 @@ import dataclasses
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks.plain import is_quantised
-from ..config import GRPOConfig, check_sparse_backward
+from ..config import GRPOConfig, check_flag, check_sparse_backward
+from ..corrections import check_rejections, normalized, rejection_mask
 from ..logit_transform import logit_transform
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
 from .lm_head import HeadInputs, lm_head_inputs
+from .trl_support import RolloutSupport, by_rows, of_rows, truncation_of
 
 RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no head for CPUs, where the tests run
 
@@ -37,7 +39,8 @@ if not RANGE[0] <= Version(trl.__version__).release[:2] < RANGE[1]:
 
 import trl.trainer.utils as trl_utils  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
-from trl.trainer.utils import FusedCausalLMOutput, nanmax, nanmin  # noqa: E402
+from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
+from trl.trainer.utils import FusedCausalLMOutput, nanmax, nanmin, use_adapter  # noqa: E402
 
 _IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -55,17 +58,40 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
     backward computes the logits of the kept tokens again. sparse_backward: as in `grpo_kernels.GRPOConfig`.
 
+    On top of TRL's importance weights of vLLM, for a batch of generations of all processes: rollout_is_batch_normalize
+    divides them by their mean, then rollout_rs, options of `grpo_kernels.rejection_mask`, makes weights 0, of the share
+    sampling/rejected of the tokens.
+    Where top_k, top_p or min_p truncate sampling, all log-probabilities are over the ids that were kept: those that a
+    pass of the policy over each rollout recomputes (`sampling_support`), or the field `sampling_mask` of a
+    rollout_func, a list of ids per completion and token. Logged: sampling/kept_mass, their probability among all ids;
+    sampling/support_added, the share of tokens that were sampled outside of the recomputed ids, and are added.
+    truncated_support=False: TRL's loss over all ids.
+
     Raises:
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
             off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
-            quantised lm_head.
+            quantised lm_head; with truncated sampling what else changes logits (penalties, banned ids, least lengths);
+            rollout_rs or rollout_is_batch_normalize without importance weights.
     """
 
-    entropy_coef: float  # these two are TRL's
+    beta: float  # TRL's, as the next two
+    entropy_coef: float
     _entropy_window_stats: Tensor | None
+    _support: Any = None  # the RolloutSupport of the rollout that is being scored
 
-    def __init__(self, *args: Any, sparse_backward: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, sparse_backward: float | None = None, truncated_support: bool = True,
+        rollout_rs: Mapping[str, Any] | None = None, rollout_is_batch_normalize: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        rollout_is_batch_normalize = check_flag("rollout_is_batch_normalize", rollout_is_batch_normalize)
+        if rollout_rs is not None:
+            check_rejections(rollout_rs, "rollout_rs")
         super().__init__(*args, **kwargs)
+        self._truncation = truncation_of(self) if check_flag("truncated_support", truncated_support) else None
+        self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
+        for name, given in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
+            if given and not (self.use_vllm and self.vllm_importance_sampling_correction):
+                raise ValueError(f"{name}={given!r} has no effect without use_vllm and its importance weights")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "GRPOConfig.from_trl")  # of what a loop has to do: TRL's does it
             self._loss_config = GRPOConfig.from_trl(
@@ -83,7 +109,71 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             if model is not None:
                 base = self.accelerator.unwrap_model(model)  # the reference model is prepared already
                 base = base.get_base_model() if hasattr(base, "peft_config") else base
-                _add_head(base, self.temperature, in_float32=self.args.cast_lm_head_to_fp32)
+                in_float32 = self.args.cast_lm_head_to_fp32
+                _add_head(base, self.temperature, lambda: self._support, in_float32=in_float32)
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        found = super()._generate(prompts)
+        completions, masks = found[1], found[5].pop("sampling_mask", None)
+        if self._truncation is not None:
+            self._support = RolloutSupport(self, completions, masks)
+        elif masks is not None:
+            raise ValueError("rollout_func returned sampling_mask, and nothing truncates, or truncated_support=False")
+        return found
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
+        batch: dict[str, Any]
+        if self._truncation is None:
+            batch = super()._generate_and_score_completions(inputs)
+        else:
+            batch = self._score_under_support(inputs)
+        self._correct(batch)
+        return batch
+
+    def _score_under_support(self, inputs: list[Any]) -> dict[str, Any]:
+        """Samples and scores under the ids that were kept."""
+        beta, self.beta, args = self.beta, 0.0, self.args  # TRL scores no reference model: the policy comes first
+        try:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
+            score = functools.partial(self._run, inputs=output, batch_size=size)
+            with torch.no_grad(), disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
+                if "old_per_token_logps" not in output:
+                    score(self.model)
+                if beta != 0.0 and self.ref_model is not None:
+                    output["ref_per_token_logps"], *_ = score(self.ref_model)
+                elif beta != 0.0:  # the policy without its adapter, or with the one that TRL made of it at the start
+                    peft = self.accelerator.unwrap_model(self.model)
+                    with use_adapter(peft, adapter_name="ref" if "ref" in peft.peft_config else None):
+                        output["ref_per_token_logps"], *_ = score(self.model)
+            kept = self._support.of_completions()
+        finally:
+            self.beta, self._support = beta, None
+        mask = _completion_mask(output)
+        measured = {"sampling/kept_mass": kept.mass, "sampling/support_added": kept.added}
+        self._log_sums({n: (torch.where(mask, x, 0.0).sum(), mask.sum()) for n, x in measured.items() if x is not None})
+        return output | by_rows(kept)
+
+    def _run(self, forward: Callable[..., Any], inputs: dict[str, Any], **options: Any) -> Any:
+        """Scores the completions of a batch. TRL prepares what the model takes, images among it."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        options |= {name: inputs.get(name) for name in _IMAGE_INPUTS}
+        return self._get_per_token_logps_and_entropies(
+            forward, ids, attention_mask, inputs["completion_ids"].size(1), **options
+        )
+
+    def _correct(self, batch: dict[str, Any]) -> None:
+        """Normalizes and rejects TRL's importance weights of the sampling engine."""
+        mask, name = _completion_mask(batch), "importance_sampling_ratio"
+        if self._batch_normalize:
+            counted = mask if batch[name].size(1) > 1 else mask.any(1, keepdim=True)
+            batch[name] = normalized(batch[name], counted)
+        if self._rollout_rs is not None:
+            old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+            kept = rejection_mask(old, sampled, self._rollout_rs, completion_mask=mask)
+            batch[name] = batch[name] * kept
+            self._log_sums({"sampling/rejected": ((mask & ~kept).sum(), mask.sum())})
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         call, outputs = _LossCall(self, inputs), []
@@ -92,13 +182,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             outputs.append(model(**kwargs, grpo_loss=call))
             return outputs[0]
 
-        # TRL prepares the inputs of the model, images among them, and calls it once.
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        *_, aux_loss = self._get_per_token_logps_and_entropies(
-            forward, ids, attention_mask, inputs["completion_ids"].size(1), compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled, **{name: inputs.get(name) for name in _IMAGE_INPUTS},
-        )  # fmt: skip
+        *_, aux_loss = self._run(forward, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
         loss = outputs[0].loss  # what DDP returned, which is not what the call returned to it
         if self._entropy_bonus_enabled:
             self._follow_entropy(call)
@@ -132,6 +216,13 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mean = self.accelerator.gather(value.detach()).nanmean().item()
         self._metrics["train" if self.model.training else "eval"][name].append(mean)
 
+    def _log_sums(self, sums: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Logs quotients (sum, count) of all ranks together."""
+        log = self._metrics["train" if self.model.training else "eval"]
+        reduced = self.accelerator.reduce(torch.stack([torch.stack(pair) for pair in sums.values()]), reduction="sum")
+        for name, (total, count) in zip(sums, reduced.tolist(), strict=True):
+            log[name].append(total / max(count, 1.0))
+
     def _log_metrics(self, call: _LossCall) -> None:
         """Logs TRL's metrics under TRL's names: sums over sums of all ranks, extrema of the sequences' means."""
         log = self._metrics["train" if self.model.training else "eval"]
@@ -146,9 +237,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             sums["cispo_clip_ratio"] = call.ratio_sum("cispo_clip_ratio")
         elif self.loss_type == "vespo":
             sums["vespo/phi_seq_mean"] = call.phi_sum()
-        reduced = self.accelerator.reduce(torch.stack([torch.stack(pair) for pair in sums.values()]), reduction="sum")
-        for name, (total, count) in zip(sums, reduced.tolist(), strict=True):
-            log[name].append(total / max(count, 1.0))
+        self._log_sums(sums)
         for name, (function, means) in extrema.items():
             log[name].append(function(self.accelerator.gather(means)).item())
 
@@ -158,8 +247,7 @@ class _LossCall:
 
     def __init__(self, trainer: FusedGRPOTrainer, inputs: dict[str, Any]) -> None:
         self.trainer, self.inputs = trainer, inputs
-        mask = inputs["completion_mask"]
-        self.mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+        self.mask = _completion_mask(inputs)
         advantages = inputs["advantages"]
         self.advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         self.accumulation = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
@@ -195,8 +283,9 @@ class _LossCall:
             if coefficient != 0.0:
                 options["entropy_normalizer"] = count * self.accumulation
             self.out = fused_grpo_loss(
-                head.hidden, head.weight, ids, self.advantages, lm_head_bias=head.bias, config=config, **options
-            )
+                head.hidden, head.weight, ids, self.advantages, lm_head_bias=head.bias, config=config,
+                sampling_mask=of_rows(self.inputs), **options,
+            )  # fmt: skip
             loss = self.out.loss
             total, _ = self.out.metric_sums["entropy"]
             self._account(loss, coefficient, total, self.mask.sum())
@@ -210,8 +299,8 @@ class _LossCall:
         trainer = self.trainer
         logps, entropy = fused_logps(
             head.hidden, head.weight, self.inputs["completion_ids"], completion_mask=self.mask, lm_head_bias=head.bias,
-            entropy=True, temperature=config.temperature, logit_scale=config.logit_scale,
-            logit_softcap=config.logit_softcap, sparse_backward=config.sparse_backward,
+            sampling_mask=of_rows(self.inputs), entropy=True, temperature=config.temperature,
+            logit_scale=config.logit_scale, logit_softcap=config.logit_softcap, sparse_backward=config.sparse_backward,
         )  # fmt: skip
         assert entropy is not None
         known = entropy.detach()
@@ -292,8 +381,17 @@ class _LossCall:
         return (phi * self.mask).sum(), self.mask.sum().to(phi.dtype)
 
 
-def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
+def _completion_mask(inputs: dict[str, Any]) -> Tensor:
+    """Returns (B, T) bool: what the model sampled."""
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def _add_head(
+    model: Any, temperature: float, support: Callable[[], RolloutSupport | None], *, in_float32: bool
+) -> None:
     """Makes `model(..., fused_lm_head=True)` return what TRL's head returns, and with grpo_loss= the loss too.
+    support: of the rollout that is being scored, if its sampling was truncated.
 
     It stands on top of TRL's own head, of which it keeps the arguments; other calls (generation) go through unchanged.
     """
@@ -320,7 +418,7 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
         with autocast:
             by_peft = hasattr(lm_head, "original_module")  # modules_to_save or trainable tokens
             head = lm_head_inputs(lm_head, hidden) if by_peft else HeadInputs(hidden, lm_head.weight, lm_head.bias)
-            out = _score(head, labels, options) if grpo_loss is None else grpo_loss(head)
+            out = _score(head, labels, options, support()) if grpo_loss is None else grpo_loss(head)
         if kwargs.get("output_router_logits"):
             out.aux_loss = _load_balancing(backbone.router_logits, text_config, kwargs.get("attention_mask"))
         return out
@@ -328,14 +426,18 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def _score(head: HeadInputs, labels: Any, options: dict[str, Any]) -> FusedCausalLMOutput:
+def _score(
+    head: HeadInputs, labels: Any, options: dict[str, Any], support: RolloutSupport | None
+) -> FusedCausalLMOutput:
     """Returns log-probabilities and entropies of the labels, which are shifted here; -100 is left out."""
-    hidden, weight, bias = head
-    labels = labels[:, 1:].to(hidden.device)
+    head = head._replace(hidden=head.hidden[:, :-1])
+    labels = labels[:, 1:].to(head.hidden.device)
     mask = labels != -100
+    sampling_mask = None if support is None else support(head, labels, mask, options)
     logps, entropy = fused_logps(
-        hidden[:, :-1], weight, labels, completion_mask=mask, lm_head_bias=bias, entropy=True, **options
-    )
+        head.hidden, head.weight, labels, completion_mask=mask, sampling_mask=sampling_mask, lm_head_bias=head.bias,
+        entropy=True, **options,
+    )  # fmt: skip
     return FusedCausalLMOutput(log_probs=logps, entropy=entropy, label_mask=mask)
 
 

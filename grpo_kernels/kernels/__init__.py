@@ -5,39 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
 from .operations import Backend
-from .triton import interpreted, why_unusable
+from .triton import interpreted
 
 
-def _load_torch() -> tuple[Backend | None, str]:
-    from .torch.backend import TORCH
-
-    return TORCH, ""
-
-
-def _load_cpu() -> tuple[Backend | None, str]:
-    from .compiled.cpu import load
-
-    return load()
-
-
-def _load_cuda() -> tuple[Backend | None, str]:
-    from .compiled.cuda import load
-
-    return load()
-
-
-def _load_triton() -> tuple[Backend | None, str]:
-    reason = why_unusable()
-    if reason:
-        return None, reason
-    from .triton.backend import load
-
-    return load(), ""
+def _load_of(module: str) -> Callable[[], tuple[Backend | None, str]]:
+    """Returns the function `load` of a module of this package, which is imported when it is called."""
+    return lambda: import_module(module, __name__).load()
 
 
 class Entry(NamedTuple):
@@ -50,10 +29,10 @@ class Entry(NamedTuple):
 
 _HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 _REGISTRY: dict[str, Entry] = {
-    "cpu": Entry(_load_cpu, ("cpu",), _HALF_AND_SINGLE),
-    "cuda": Entry(_load_cuda, ("cuda",), _HALF_AND_SINGLE),
-    "triton": Entry(_load_triton, ("cuda", "cpu") if interpreted() else ("cuda",), _HALF_AND_SINGLE),
-    "torch": Entry(_load_torch, None, (*_HALF_AND_SINGLE, torch.float64)),
+    "cpu": Entry(_load_of(".compiled.cpu"), ("cpu",), _HALF_AND_SINGLE),
+    "cuda": Entry(_load_of(".compiled.cuda"), ("cuda",), _HALF_AND_SINGLE),
+    "triton": Entry(_load_of(".triton"), ("cuda", "cpu") if interpreted() else ("cuda",), _HALF_AND_SINGLE),
+    "torch": Entry(_load_of(".torch.backend"), None, (*_HALF_AND_SINGLE, torch.float64)),
 }
 # What "auto" takes, the first that serves: by type of device.
 _ORDER = {"cpu": ("cpu", "torch"), "cuda": ("cuda", "triton", "torch")}

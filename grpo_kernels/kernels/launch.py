@@ -31,17 +31,14 @@ class RowLaunch(NamedTuple):
 
 
 class MatmulLaunch(NamedTuple):
-    """A program computes tiles of `block_m` tokens x `block_v` vocabulary entries, `block_h` hidden dimensions a step.
-
-    `tma`: tiles are fetched through tensor descriptors where strides and alignment allow it.
-    """
+    """A program computes tiles of `block_m` tokens x `block_v` vocabulary entries, `block_h` hidden dimensions each
+    step."""
 
     block_m: int
     block_v: int
     block_h: int
     num_warps: int
     num_stages: int
-    tma: bool
 
 
 class TokenLaunch(NamedTuple):
@@ -73,8 +70,8 @@ def architecture(device: torch.device) -> str:
     return "sm100" if major >= 10 else f"sm{major}0"
 
 
-def row_launch(kernel: str, device: torch.device, vocab: int, dtype: torch.dtype) -> RowLaunch:
-    return RowLaunch(**_find(architecture(device), kernel, shape_key(vocab, dtype=dtype)))
+def row_launch(device: torch.device, vocab: int, dtype: torch.dtype) -> RowLaunch:
+    return RowLaunch(**_find(architecture(device), "rows", shape_key(vocab, dtype=dtype)))
 
 
 def matmul_launch(kernel: str, device: torch.device, width: int, vocab: int, dtype: torch.dtype) -> MatmulLaunch:
@@ -95,6 +92,7 @@ def paying_products(device: torch.device) -> tuple[str, ...]:
     return tuple(shipped_table()[architecture(device)]["fused_products"])
 
 
+@cache
 def shipped_table() -> dict[str, Any]:
     table: dict[str, Any] = json.loads(SHIPPED.read_text())
     return table

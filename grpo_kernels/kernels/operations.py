@@ -34,6 +34,22 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def fits_tma(x: Tensor) -> bool:
+    """Returns whether Hopper's tensor memory accelerator can fetch tiles of a matrix of 16-bit numbers as it lies."""
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+    return x.dtype.itemsize == 2 and x.stride(1) == 1 and aligned and x.stride(0) >= x.shape[1]
+
+
+def rows_for_tma(x: Tensor) -> Tensor:
+    """Returns the matrix, whose width 8 divides, or a copy that fits_tma."""
+    return x if fits_tma(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def multiplies_by_tma(hidden: Tensor, weight: Tensor) -> bool:
+    """Returns whether products of hidden (..., H) and weight (V, H) can take their tiles so."""
+    return hidden.dtype == weight.dtype and fits_tma(weight) and weight.shape[1] % 8 == 0
+
+
 @dataclass(init=False)  # not frozen, which takes twice as long to make: a call makes several
 class Rows:
     """A chunk of tokens: `index` (C,) int64 into the batch, or None for the range [start, stop)."""
@@ -241,6 +257,8 @@ class Backend:
     statistics(chunk: LogitChunk): writes logp, lse and entropy; with a teacher its divergence, offset and lse.
     gradient(chunk: LogitChunk, dlogp (N,), dentropy (N,), out: RowGradients): writes d loss / d logits, from d loss /
         d logp, d loss / d entropy and the statistics.
+    divergence(chunk: LogitChunk) -> (2, C): the shares of a slice of the vocabulary in the divergence and its offset,
+        from log-sum-exps of both sides over the whole vocabulary.
     exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> unit (C,) float32: writes the statistics
         and e^(z - z_id), such that -dlogp * unit times a row of `out` is d loss / d logits where no gradient goes
         through the entropy. One read of the logits, over whose front `out` may lie. `head` is what the logits are a
@@ -269,6 +287,7 @@ class Backend:
     name: str
     statistics: Callable[..., None]
     gradient: Callable[..., None]
+    divergence: Callable[[LogitChunk], Tensor]
     sparse_gradient: Callable[..., None]
     kept_ids: Callable[..., None]
     kept_logits: Callable[..., None]

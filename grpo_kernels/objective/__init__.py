@@ -6,6 +6,7 @@
     kl.py           the estimate of the KL to a reference policy
     sequences.py    ratios, weights and masks of whole sequences
     loss.py         the loss and d loss / d logp
+    rollout.py      ratios of the old policy to the sampling engine, and what their weights are worth
     metrics.py      what is measured of a batch, computed when it is asked for
 
 reference.py is the specification by autograd. Nothing here waits for a GPU; coefficients are selected, never multiplied

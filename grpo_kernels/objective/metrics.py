@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .loss import clamp_ratio, weighted
-from .sequences import Sequences
+from .rollout import derived_metrics, rollout_sums, sequences_of
 from .surrogates import SURROGATE_RULES
 from .tokens import TokenInputs, rules_of
 
@@ -133,20 +133,13 @@ def column_sums(batch: Batch, record: Tensor) -> Sums:
     if "scored" in field:
         scored = field["scored"] != 0
         matrix = torch.where(scored[:, None], matrix, 0.0)
-    sequences = _sequences(batch, record).sum(matrix)
+    sequences = sequences_of(batch.shape, inputs.cu_seqlens, record.device).sum(matrix)
     groups = matrix.new_zeros(0, len(COLUMNS))
     if inputs.group_index is not None:
         index, order = inputs.group_index.sort(stable=True)
         offsets = torch.searchsorted(index, torch.arange(batch.num_groups + 1, device=index.device))
         groups = torch.segment_reduce(sequences[order], "sum", offsets=offsets, axis=0, unsafe=True)
     return Sums(sequences, groups, sequences.sum(0), _extrema(ratio, mismatch, known, scored))
-
-
-def _sequences(batch: Batch, record: Tensor) -> Sequences:
-    offsets = batch.tokens.cu_seqlens
-    if offsets is None:
-        return Sequences.padded(batch.shape[0], batch.shape[1], record.device)
-    return Sequences(offsets.to(record.device).long(), None, record.shape[1])
 
 
 def _extrema(ratio: Tensor, mismatch: Tensor, known: Tensor, scored: Tensor | None) -> Tensor:
@@ -204,6 +197,8 @@ class Measured:
         sizes = batch.others if len(others) else {}  # a loss of log-probabilities has none
         parts = others.split([*sizes.values(), len(others) - sum(sizes.values())])
         self.others = dict(zip([*sizes, "teacher_mass"], parts, strict=True))
+        totals = self.sums.totals
+        self.of_rollout, self.rollout_extrema = rollout_sums(tokens, batch.shape, totals.device, totals.dtype)
 
     def pairs(self, sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """metric -> (sum, count) of the metrics that this call has, from sums (..., K); views."""
@@ -219,7 +214,7 @@ class Measured:
 
     def all_pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """metric -> (sum, count) of the batch; views."""
-        found, others = self.pairs(self.sums.totals), self.others
+        found, others = self.pairs(self.sums.totals) | self.of_rollout, self.others
         if "mask" in others:
             # How often the sampled id had to be added to the ids of a sampling mask; and the probability mass of the
             # kept ids, which only tokens have whose other logits were computed: NaN unless all with a mask are such.
@@ -243,17 +238,14 @@ class Measured:
 
     def metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """metric -> scalar."""
-        found, column = _divide(self.all_pairs()), _columns(self.sums.totals)
+        pairs, column = self.all_pairs(), _columns(self.sums.totals)
+        found = _divide(pairs) | derived_metrics(pairs) | self.rollout_extrema
         # Like the means, 0 where there is nothing to look at.
         counts = torch.stack([column[name] for name in ("tokens", "tokens", "mismatch_count")])
         ratio_min, ratio_max, mismatch_max = torch.where(counts > 0, self.sums.extrema, 0.0).unbind()
         found["ratio/min"], found["ratio/max"] = ratio_min, ratio_max
         if "rollout_mismatch/mean" in found:
             found["rollout_mismatch/max"] = mismatch_max
-        if "rollout_weight/mean" in found:  # effective sample size of the importance weights, as a share of the tokens
-            mean_square = found["rollout_weight/mean_square"]
-            # 0, not NaN, where every weight is 0 or there is no token
-            found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / torch.where(mean_square == 0, 1, mean_square)
         if self.batch.config.has_entropy_bonus:
             found["policy_loss"] = loss.detach() + self.bonus
         if (equal := self._equal_reward_groups()) is not None:

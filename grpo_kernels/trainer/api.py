@@ -16,6 +16,7 @@ from .arguments import TrainArguments
 from .data import GIVEN_ROWS
 from .loop import Trainer
 from .model import is_peft_model
+from .rewards.worker import name_of
 from .run import Given, Run
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def train(
         model: a folder or a name of transformers, or a model, which is trained where it is, without dropout. Of a
             PeftModel the active adapter is trained on; `args.use_peft` goes without saying.
         reward_funcs: one or several: names as on the command line, or functions. A function runs in this process,
-            without limits; a name with `args.reward_timeout` in a process of its own.
+            without limits; with `args.reward_timeout` in a process of its own, which has to be able to import it.
         train_dataset, eval_dataset: rows (a `datasets.Dataset`, a list of dicts), or a name as on the command line.
         args: everything else; what the other arguments say is left out of it. Default: TrainArguments().
         processing_class: the tokenizer; default: that of the model.
@@ -79,15 +80,10 @@ def train(
     if getattr(whole, "_hf_peft_config_loaded", False):
         raise ValueError("model has adapters of transformers (load_adapter, add_adapter); expected a PeftModel of peft")
     datasets = [str(rows) if isinstance(rows, Path) else rows for rows in (train_dataset, eval_dataset)]
-    if args.reward_timeout is not None and any(map(callable, rewards)):
-        raise ValueError(
-            f"args.reward_timeout={args.reward_timeout}: a process imports functions; expected their names"
-        )
     data: dict[str, Any] = dict(zip(GIVEN_ROWS, datasets, strict=True))
     names = [rows if isinstance(rows, (str, type(None))) else name for name, rows in data.items()]
-    args = replace(
-        args, dataset_name=names[0], eval_dataset_name=names[1], reward_funcs=[_name(reward) for reward in rewards]
-    )
+    recorded = [reward if isinstance(reward, str) else name_of(reward) for reward in rewards]
+    args = replace(args, dataset_name=names[0], eval_dataset_name=names[1], reward_funcs=recorded)
     if isinstance(whole, PreTrainedModel):
         dtype = str(whole.dtype).removeprefix("torch.")
         if args.is_given("dtype") and args.dtype != dtype:
@@ -113,11 +109,3 @@ def train(
     if status:
         raise RunError(f"signal {status - 128} stopped the run; {run.folder} holds a checkpoint")
     return json.loads((run.folder / "summary.json").read_text()) | {"output_dir": run.folder}
-
-
-def _name(reward: Reward) -> str:
-    """module:function, as which config.json records a function."""
-    if isinstance(reward, str):
-        return reward
-    kind: Any = reward if hasattr(reward, "__qualname__") else type(reward)
-    return f"{kind.__module__}:{kind.__qualname__}"

@@ -19,9 +19,11 @@ import yaml
 
 from .. import __version__
 from ..config import GRPOConfig, available_presets
+from ..corrections import check_rejections
 from ..names import ADVANTAGE_SCALES
+from ..teacher import TopKMode
 from . import demo, missing_packages
-from .data import check_path, is_one_split
+from .data import check_source, is_one_split
 from .tasks import ARITHMETIC
 
 # Types of options say what is expected of their values, where the loss does not check it.
@@ -43,6 +45,7 @@ Preset: TypeAlias = Annotated[str, tuple(available_presets())]
 Dtype: TypeAlias = Annotated[str, ("float32", "bfloat16")]
 Tracker: TypeAlias = Annotated[str, ("tensorboard", "trackio", "wandb")]
 Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none")]
+Rest: TypeAlias = Annotated[str, get_args(TopKMode)]
 Scale: TypeAlias = Annotated[str, tuple(ADVANTAGE_SCALES)]
 # Those of transformers that need no arguments and do not follow the loss, which is no measure of progress in GRPO.
 Schedule: TypeAlias = Annotated[
@@ -58,6 +61,7 @@ ARITHMETIC_RUN: dict[str, Any] = {
     "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20,
     "lr_scheduler_type": "constant_with_warmup",
 }  # fmt: skip
+DEMO = {**ARITHMETIC_RUN, "output_dir": "grpo-demo"}
 # In --help an option belongs to the group that begins with it or with the nearest option above it.
 GROUPS = {
     "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "num_generations": "sampling",
@@ -135,6 +139,10 @@ class TrainArguments:
     )
     vllm_importance_sampling_mode: Correction = _option("sequence_mask", "how old / rollout weights are bounded")
     vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
+    rollout_is_batch_normalize: bool = _option(False, "divide the weights by their mean over a rollout")
+    rollout_rs: Json | None = _option(
+        None, 'weight 0 beyond these bounds of rejection_mask, as JSON: {"token_k1": [0.5, 2.0], "seq_mean_k3": 0.01}'
+    )
 
     per_device_train_batch_size: Count = _option(8, "completions in a forward and backward pass")
     gradient_accumulation_steps: Count = _option(1, "passes per optimizer step")
@@ -154,6 +162,8 @@ class TrainArguments:
     loss_options: Json | None = _option(None, "further fields of GRPOConfig, as JSON")
 
     teacher_model_name_or_path: str | None = _option(None, "a model of transformers with the same ids, to distil from")
+    teacher_top_k: Count | None = _option(None, "the policy's likeliest ids that the divergence is over; default: all")
+    teacher_top_k_mode: Rest = _option("tail", "what it takes for the other ids")
 
     learning_rate: Size = _option(1e-6, "of AdamW")
     lr_scheduler_type: Schedule = _option("linear", "schedule of transformers")
@@ -198,7 +208,7 @@ class TrainArguments:
     @property
     def corrects(self) -> bool:
         """Whether another engine sampled, so that its log-probabilities weight the loss."""
-        return self.use_vllm and self.vllm_importance_sampling_mode != "none"
+        return self.use_vllm and (self.vllm_importance_sampling_mode != "none" or self.rollout_rs is not None)
 
     @property
     def distills_only(self) -> bool:
@@ -263,15 +273,17 @@ class TrainArguments:
         """Raise TypeError or ValueError for options that `check_values` refuses, contradict each other or have no
         effect, by name."""
         self.check_values()
-        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
-            if (path := getattr(self, name)) is not None:
-                check_path(name, path)
+        if self.rollout_rs is not None:
+            check_rejections(self.rollout_rs, "rollout_rs")
         for wrong, sentence in (*self._contradictions(num_processes), *self._without_effect(num_processes)):
             if wrong:
                 raise ValueError(sentence)
         for option, package in (("use_peft", "peft"), ("use_vllm", "vllm")):
             if getattr(self, option) and (missing := missing_packages({package: package})):
                 raise ValueError(f"{option} {missing}")
+        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
+            if (source := getattr(self, name)) is not None:
+                check_source(name, source, "dataset" if "dataset" in name else "model")
 
     def _contradictions(self, num_processes: int) -> Iterator[tuple[bool, str]]:
         """(whether it is so, what is wrong) of options that are right one by one."""
@@ -300,8 +312,8 @@ class TrainArguments:
              "share_prompts keeps the keys and values that gradient_checkpointing recomputes: expected one of them"),
             (a.loss == "eager" and a.truncates, "loss='eager' is over all ids: top_p and top_k do not go with it"),
             (teaches and (a.loss == "eager" or a.truncates or config.sparse_backward is not None),
-             "the divergence to a teacher is over all ids, and exact: loss='eager', top_p, top_k and sparse_backward "
-             "do not go with teacher_model_name_or_path"),
+             "a teacher needs the exact loss over all ids: loss='eager', top_p, top_k and sparse_backward do not go "
+             "with teacher_model_name_or_path"),
             (teaches and config.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
             (a.use_vllm and a.truncates and not a.top_k,
              "use_vllm with top_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
@@ -316,11 +328,14 @@ class TrainArguments:
         arithmetic, teacher = a.model_name_or_path is None, a.teacher_model_name_or_path
         for needed, present, names in (
             ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
-            ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta")),
+            ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta", "teacher_top_k")),
+            ("teacher_top_k", a.teacher_top_k, ("teacher_top_k_mode",)),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows")),
-            ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode")),
-            ("use_vllm and a vllm_importance_sampling_mode", a.corrects, ("vllm_importance_sampling_clip_max",)),
+            ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode", "rollout_rs")),
+            ("use_vllm and a vllm_importance_sampling_mode",
+             a.use_vllm and a.vllm_importance_sampling_mode != "none",
+             ("vllm_importance_sampling_clip_max", "rollout_is_batch_normalize")),
             ("old or rollout log-probabilities (num_iterations, steps_per_generation, use_vllm)",
              a.steps_per_rollout > 1 or a.corrects, ("off_policy_mask_threshold",)),
             ("dataset_test_split or eval_dataset_name", arithmetic or a.dataset_test_split or a.eval_dataset_name,
@@ -347,6 +362,16 @@ DESCRIPTIONS = {
 }
 
 
+def boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def json_object(text: str) -> Json:
+    return dict(json.loads(text))
+
+
 def make_parser(command: str) -> argparse.ArgumentParser:
     """The options of `TrainArguments`, in groups. What is not given is not in the namespace."""
     parser = argparse.ArgumentParser(
@@ -362,25 +387,25 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     for field in dataclasses.fields(TrainArguments):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
-        _add_option(group, field, hints[field.name])
+        _add_option(group, field, hints[field.name], DEMO.get(field.name) if command == "demo" else None)
     return parser
 
 
-def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
-    """The type of the field says how an option is read, and what is shown of its values."""
+def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any, of_command: Any) -> None:
+    """The type of the field says how an option is read, and what is shown of its values. of_command: its default."""
     hint = next((part for part in get_args(hint) if NoneType in get_args(hint) and part is not NoneType), hint)
     several = get_origin(hint) is list
     hint = get_args(hint)[0] if several else hint
     kind, choices = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
-    name, text, default = f"--{field.name.replace('_', '-')}", field.metadata["help"], field.default
+    name, text, default = f"--{field.name.replace('_', '-')}", field.metadata["help"], of_command or field.default
     if kind is bool:
-        group.add_argument(name, type=json.loads, nargs="?", const=True, metavar="true", help=text)
+        group.add_argument(name, type=boolean, nargs="?", const=True, metavar="true", help=text)
         return
-    if default not in (None, dataclasses.MISSING):
+    if isinstance(default, (str, int, float)):
         text += f" (default: {default!r})" if default == "\n" else f" (default: {default})"
     shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}.get(kind)
     group.add_argument(
-        name, type=json.loads if kind == Json else kind, nargs="+" if several else None, metavar=shown or "JSON",
+        name, type=json_object if kind == Json else kind, nargs="+" if several else None, metavar=shown or "JSON",
         help=text,
     )  # fmt: skip
 

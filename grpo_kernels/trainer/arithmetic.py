@@ -114,6 +114,8 @@ def _warm_up(
         optimizer.step()
         smoothed = loss.item() if smoothed is None else 0.9 * smoothed + 0.1 * loss.item()
         bar.set_postfix(loss=f"{smoothed:.3f}")
+        if bar.disable and not quiet and step % 100 == 99:
+            print(f"warm-up: step {step + 1}, loss {smoothed:.2f}, down to {WARMUP_LOSS}", file=sys.stderr)
         if smoothed < WARMUP_LOSS:
             break
     bar.close()

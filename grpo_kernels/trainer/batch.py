@@ -9,11 +9,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from ..config import GRPOConfig
-from ..rewards import group_advantages, process_advantages, rollout_weights
+from ..corrections import rejection_mask, rollout_weights
+from ..rewards import group_advantages, process_advantages
 from ..sampling_mask import SamplingMask
 from . import RunError
 from .arguments import TrainArguments
@@ -30,11 +30,26 @@ def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
     parts = parts[: -1 if parts[-1] else -2]
     if not parts:
         return [len(ids) - 1]
-    # How many characters are there with each token; one that lacks some of its bytes is not.
-    stream, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
-    known = list(accumulate(len(stream.step(backend, id) or "") for id in ids))
+    known = complete_characters(ids, tokenizer)
     lasts = accumulate(len(part) + len(delimiter) for part in parts)
     return [*(min(bisect_left(known, last), len(ids) - 1) for last in lasts), len(ids) - 1]
+
+
+def complete_characters(ids: Sequence[int], tokenizer: Any) -> list[int]:
+    """How many characters of the decoded text are there with each token. One that lacks some of its bytes is not.
+
+    Decoders join tokens to characters and strip a first blank. So a token is decoded behind a whole piece of the text
+    before it; behind all of it, the time would be quadratic.
+    """
+    found, first, read, before, known = [0], 0, 0, 0, 0
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[first:count], skip_special_tokens=True)
+        length = len(text.rstrip("\ufffd"))
+        found.append(max(found[-1], known + length - before))
+        if before < length == len(text) or count - read == 8:  # bytes that are no character
+            known, first, read = found[-1], read, count
+            before = len(tokenizer.decode(ids[first:read], skip_special_tokens=True).rstrip("\ufffd"))
+    return found[1:]
 
 
 def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int) -> None:
@@ -114,26 +129,41 @@ def model_inputs(rows: Sequence[Completion], arguments: TrainArguments, pad_id: 
     return inputs
 
 
-def loss_inputs(rows: Sequence[Completion], arguments: TrainArguments, device: Any) -> dict[str, Any]:
+def assign_weights(rollout: Sequence[Completion], arguments: TrainArguments, device: Any) -> None:
+    """Set `weight` of each completion of a whole rollout, of which every rank has all: what is rejected gets 0."""
+    a = arguments
+    old, sampled = (_joined([getattr(c, name) for c in rollout], device) for name in ("old_logps", "logps"))
+    mask = _joined([torch.full((len(c.ids),), float(is_scored(c, a))) for c in rollout], device)
+    weights = torch.ones(len(rollout), device=device)
+    if a.vllm_importance_sampling_mode != "none":
+        level, mode = a.vllm_importance_sampling_mode.split("_")
+        weights = rollout_weights(
+            old, sampled, mode=mode, level="token" if level == "token" else "sequence_sum", completion_mask=mask,
+            cap=a.vllm_importance_sampling_clip_max, low=0.0, batch_normalize=a.rollout_is_batch_normalize,
+        )  # fmt: skip
+    if a.rollout_rs is not None:
+        kept = rejection_mask(old, sampled, a.rollout_rs, completion_mask=mask)
+        weights = weights.view(len(rollout), -1) * kept
+    for c, weight in zip(rollout, weights.cpu(), strict=True):
+        c.weight = (weight[: len(c.ids)] if weight.dim() else weight).clone()
+
+
+def loss_inputs(rows: Sequence[Completion], device: Any) -> dict[str, Any]:
     """What the loss needs beside `model_inputs`."""
-    advantages = [c.advantage for c in rows if c.advantage is not None]
-    per_token = advantages[0].dim() == 1
-    found: dict[str, Any] = {
-        "advantages": _right_padded(advantages, 0.0, device) if per_token else torch.stack(advantages).to(device)
-    }
-    for name, source in (("old_logps", "old_logps"), ("ref_logps", "ref_logps"), ("rollout_logps", "logps")):
+    found: dict[str, Any] = {}
+    for name, source in (
+        ("advantages", "advantage"), ("old_logps", "old_logps"), ("ref_logps", "ref_logps"), ("rollout_logps", "logps"),
+        ("rollout_weights", "weight"),
+    ):  # fmt: skip
         values = [getattr(c, source) for c in rows]
         if all(v is not None for v in values):
-            found[name] = _right_padded(values, 0.0, device)
-    if arguments.corrects:
-        level, mode = arguments.vllm_importance_sampling_mode.split("_")
-        found["rollout_weights"] = rollout_weights(
-            found["old_logps"], found["rollout_logps"], mode=mode,
-            level="token" if level == "token" else "sequence_sum",
-            cap=arguments.vllm_importance_sampling_clip_max, low=0.0,
-            completion_mask=_right_padded([torch.ones(len(c.ids)) for c in rows], 0.0, device),
-        )  # fmt: skip
+            found[name] = _joined(values, device)
     return found
+
+
+def _joined(rows: Sequence[Tensor], device: Any) -> Tensor:
+    """(B,) of scalars, or (B, T) padded with 0."""
+    return _right_padded(rows, 0.0, device) if rows[0].dim() else torch.stack(list(rows)).to(device)
 
 
 def _right_padded(rows: Sequence[Tensor], value: float, device: Any) -> Tensor:

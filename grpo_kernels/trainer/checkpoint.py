@@ -4,14 +4,17 @@ and read without unpickling."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -135,9 +138,16 @@ def _problem(folder: Path) -> str | None:
     if missing := {RUN, STATE} - sums.keys():
         return f"it lacks {', '.join(sorted(missing))}"
     try:
-        read_checkpoint(folder, mmap=True)
+        state, _ = read_checkpoint(folder, mmap=True)
+        held = state["reference"] or {}, *(state["optimizer"] or {"state": {}})["state"].values()
+        files = ((path.name, load_file(path)) for path in sorted(folder.glob("*.safetensors")))
+        for name, tensors in chain(((STATE, part) for part in held), files):
+            if not math.isfinite(norm(x for x in tensors.values() if isinstance(x, Tensor))):
+                return f"{name} has numbers that are not finite"
     except RunError as error:
         return str(error)
+    except Exception as error:  # of many types: these are data, which may hold anything
+        return f"{type(error).__name__}: {error}"
     return None
 
 

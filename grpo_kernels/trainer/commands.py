@@ -15,14 +15,12 @@ from accelerate.utils import broadcast_object_list
 from ..benchmarks.machine import peak, restart_peak
 from . import RunError, evaluate
 from . import demo as demonstration
-from .arguments import TrainArguments, parse
+from .arguments import DEMO, TrainArguments, make_parser, parse
 from .loop import Trainer
 from .ranks import on_cpu
 from .records import counted
-from .run import Run, advice_on_memory
+from .run import MIB, Run, advice_on_memory
 from .tasks import ARITHMETIC_MODEL
-
-MIB = 2**20
 
 
 def train(argv: Sequence[str], command: str = "train") -> int:
@@ -58,12 +56,10 @@ def train(argv: Sequence[str], command: str = "train") -> int:
 def demo(argv: Sequence[str]) -> int:
     """A run of `train` with options for the arithmetic model or a chat model, into grpo-demo. One that was interrupted
     goes on."""
-    options, words = demonstration.split(argv)
-    words = ["--output-dir=grpo-demo", "--resume-from-checkpoint=auto", *words]
-    if "--help" in words or "-h" in words:
-        return train(words, "demo")
+    options, _ = make_parser("demo").parse_known_args(argv)
+    words = [f"--output-dir={DEMO['output_dir']}", "--resume-from-checkpoint=auto", *argv]
     try:
-        words = [*demonstration.words_of_run(options), *words]
+        words = [*demonstration.words_of_run(options.model, options.task), *words]
     except (ImportError, OSError, ValueError) as error:
         print(f"grpo-kernels demo: {error}", file=sys.stderr)
         return 2
@@ -89,6 +85,9 @@ def dry_run(arguments: TrainArguments) -> int:
             logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
+            with run.ranks.raise_on_all():
+                if run.accelerator.is_main_process:
+                    run.check_room(Path(arguments.output_dir).absolute())
             _one_step(run)
         finally:
             run.close()
@@ -112,6 +111,13 @@ def _one_step(run: Run) -> None:
     if before is not None:
         more = (peak(device) - before) / MIB
         print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
+    print(f"disk       {run.bytes_of_checkpoint() / MIB:,.1f} MiB for a checkpoint")
+    if run.bare_policy.decoder is not None and run.bare_policy.decoder.memory:
+        print(f"sampling   {run.bare_policy.decoder.memory}")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
-    share = trainer.progress.rollout_numbers["zero_gradient_groups"]
-    print(f"groups     {share:.0%} have equal rewards: nothing is learned from them")
+    for name, meaning in (
+        ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
+        ("completions/clipped_ratio", "of the completions do not end within max_completion_length"),
+    ):
+        if share := trainer.progress.rollout_numbers.get(name):
+            print(f"note       {share:.0%} {meaning}")

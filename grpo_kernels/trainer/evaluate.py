@@ -1,4 +1,5 @@
-"""The held-out reward, and where a reward says what is correct pass@k, from several samples of each problem."""
+"""The held-out reward, and where a reward says what is correct pass@k and majority@k, from several samples of each
+problem."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, multimode, stdev
 from typing import Any, TypeAlias
 
 import torch
@@ -17,18 +18,20 @@ from tqdm import tqdm
 from . import RunError
 from .arguments import TrainArguments
 from .checkpoint import CONFIG, RUN
-from .data import Prompt, from_json, is_one_split
+from .data import Prompt, check_source, from_json, is_one_split
+from .decoding import choose_decoder
 from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
-from .rewards.answers import reply, text_of
+from .rewards.answers import TAGGED, final_number, reply, text_of
 from .rewards.scoring import BUILT_IN
-from .rollout import Sampler, keeps_cache
+from .rollout import Sampler
 from .run import load_data, make_rewards
 from .sampling import eos_ids
+from .tasks import ARITHMETIC
 
 EXAMPLES = 3
-ACCURACIES = ("pass_at_1", "pass_at_k", "greedy")  # known where a reward says what is correct
+ACCURACIES = ("pass_at_1", "pass_at_k", "majority_at_k", "greedy")  # known where a reward says what is correct
 
 # sample(prompts, greedy=, seed=): ids and text of a completion for each prompt, a function of these arguments alone.
 Sample: TypeAlias = "Callable[..., Sequence[tuple[list[int], str]]]"
@@ -40,12 +43,29 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float:
+    """Whether the most frequent of the answers to a problem is correct; of several as frequent ones, the share that is.
+    None has no vote; of equal answers the first says whether they are correct."""
+    winners = [correct[answers.index(answer)] for answer in multimode(a for a in answers if a is not None)]
+    return fmean(winners) if winners else 0.0
+
+
+def final_answer(text: str) -> Hashable:
+    """What a completion votes with: the contents of its only <answer> block, else its final number, else all of its
+    text; None where that is empty."""
+    if len(tagged := TAGGED.findall(text)) == 1:
+        return str(tagged[0]).strip()
+    number = final_number(text)
+    return number if number is not None else text.strip() or None
+
+
 def evaluate(
     sample: Sample,
     prompts: Sequence[Prompt],
     rewards: Rewards,
     *,
     num_samples: int = 4,
+    ks: Sequence[int] | None = None,
     seed: int = 0,
     step: int = 0,
     correct_at: float | None = None,
@@ -53,10 +73,11 @@ def evaluate(
     """Samples `num_samples` completions of each prompt and a greedy one, and scores them.
 
     A completion is correct where its total reward is at least `correct_at`, by default 1 where all rewards are 0 or 1;
-    an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. seed: of the
-    samples; the same for each evaluation of a run, so that a difference is the policy's. Returns means over the
-    problems, None where nothing was scored, and the first problems with their greedy completions as examples; the
-    trainer's README says what each is. Raises RunError where a reward function fails for every completion.
+    an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. ks: of pass@k,
+    default 1, 2, 4, ... up to num_samples. seed: of the samples; the same for each evaluation of a run, so that a
+    difference is the policy's. Returns means over the problems, None where nothing was scored, and the first problems
+    with their greedy completions as examples; the trainer's README says what each is. Raises RunError where a reward
+    function fails for every completion.
     """
 
     def score(prompts: Sequence[Prompt], greedy: bool) -> tuple[list[float], list[str], list[int]]:
@@ -74,7 +95,7 @@ def evaluate(
             raise RunError(f"reward {name} failed for every completion of the evaluation: {message}\n{traceback}")
         return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
 
-    totals, _, lengths = score([prompt for prompt in prompts for _ in range(num_samples)], greedy=False)
+    totals, texts, lengths = score([prompt for prompt in prompts for _ in range(num_samples)], greedy=False)
     greedy, greedy_texts, _ = score(prompts, greedy=True)
     groups = [slice(start, start + num_samples) for start in range(0, len(totals), num_samples)]
     scored = [row for group in groups if (row := _scored(totals[group]))]
@@ -88,11 +109,13 @@ def evaluate(
     if correct_at is None and scored and {*greedy_scored}.union(*scored) <= {0.0, 1.0}:
         correct_at = 1.0
     if correct_at is not None:
-        right = [sum(total >= correct_at for total in totals[group]) for group in groups]
-        ks = [1 << power for power in range(num_samples.bit_length())]
+        right = [[total >= correct_at for total in totals[group]] for group in groups]
+        answers = [list(map(final_answer, texts[group])) for group in groups]
+        ks = ks or [1 << power for power in range(num_samples.bit_length())]
         found |= {
-            "pass_at_1": fmean(right) / num_samples,
-            "pass_at_k": {str(k): fmean(pass_at_k(num_samples, correct, k) for correct in right) for k in ks},
+            "pass_at_1": fmean(map(fmean, right)),
+            "pass_at_k": {str(k): fmean(pass_at_k(num_samples, sum(row), k) for row in right) for k in ks},
+            "majority_at_k": fmean(map(majority_at_k, answers, right)),
             "greedy": fmean(total >= correct_at for total in greedy),
         }
     return found | {
@@ -137,11 +160,13 @@ def run(argv: Sequence[str]) -> int:
     try:
         if options.num_samples < 1:
             raise ValueError(f"num_samples={options.num_samples}; expected at least 1")
+        if not all(1 <= k <= options.num_samples for k in options.ks or ()):
+            raise ValueError(f"ks={options.ks}; expected numbers from 1 to num_samples={options.num_samples}")
         if options.output is not None and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
             raise ValueError(f"output={options.output}; expected a file, in a folder that exists")
         model, a = resolve(options)
-        numbers = {"num_samples": options.num_samples, "seed": options.seed, "correct_at": a.correct_at}
-        result = evaluate(*load(model, a), **numbers)
+        numbers = {"num_samples": options.num_samples, "ks": options.ks, "seed": options.seed}
+        result = evaluate(*load(model, a), **numbers, correct_at=a.correct_at)
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"grpo-kernels evaluate: {error}", file=sys.stderr)
         return 2
@@ -159,6 +184,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("target", metavar="DIR|MODEL", help="output folder of a run (its final model), or a model's folder or name")
     add("--num-samples", type=int, default=4, help="completions per problem (default: 4)")
+    add("--ks", type=int, nargs="+", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
     add("--seed", type=int, default=0, help="of the samples (default: 0)")
     for name, (field, how) in OPTIONS_OF_RUN.items():
         text = TrainArguments.__dataclass_fields__[field].metadata["help"]
@@ -203,7 +229,7 @@ def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         raise type(error)(f"{path}: {error}") from None
     rewards = known.get("reward_funcs", [])
-    if options.reward_funcs is None and not BUILT_IN.keys() >= set(rewards):
+    if options.reward_funcs is None and not BUILT_IN.keys() >= {name.partition("=")[0] for name in rewards}:
         raise ValueError(
             f"{path} names reward functions that are code: {', '.join(map(repr, rewards))}; to run it, expected "
             "--reward-funcs with these names"
@@ -213,19 +239,22 @@ def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     """Returns sampler, held-out prompts and rewards."""
+    check_source("model_name_or_path", model)
+    check_source("dataset_name", a.held_out_name or ARITHMETIC, "dataset")
     tokenizer, lm = load_tokenizer(model, a), load_frozen(model, a)
     lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
         raise ValueError("there are no held-out prompts; expected --dataset-name")
-    rewards = make_rewards(a, [], held_out)
+    rewards = make_rewards(a, tokenizer, [], held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
     bar, ranks = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Ranks(use_cpu=a.use_cpu)
     policy, ends = Policy(lm), eos_ids(lm, tokenizer)
+    choose_decoder(policy, ranks, a)
     sampler = Sampler(
         policy, tokenizer, a, ends, ranks, Signals(ranks),
-        lambda done, total: bar.set_description(f"evaluation, {done:,}/{total:,}"), keeps_cache(policy, ranks),
+        lambda done, total: bar.set_description(f"evaluation, {done:,}/{total:,}"),
     )  # fmt: skip
     return sampler.for_evaluation, held_out, rewards
 
@@ -234,7 +263,8 @@ def table(result: dict[str, Any]) -> str:
     """Returns the numbers of `evaluate` for a terminal."""
     n = result["samples"]
     rows = {"reward": result["reward"], "greedy reward": result["greedy_reward"], f"best of {n}": result["best_of_n"]}
-    rows |= {f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items()} | {"greedy": result.get("greedy")}
+    rows |= {f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items()}
+    rows |= {f"majority@{n}": result.get("majority_at_k"), "greedy": result.get("greedy")}
     lines = [f"{name:>14}  {value:.4f}" for name, value in rows.items() if value is not None]
     if "pass_at_k" not in result:
         lines.append("no pass@k: rewards other than 0 and 1 do not say what is correct (--correct-at does)")

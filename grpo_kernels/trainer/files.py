@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import RunError
@@ -42,8 +42,9 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
 
     Raises RunError where that fails (a full disk); what was there before stays.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
     remove(partial)
+    remove(replaced)
     try:
         partial.mkdir(parents=True)
         fill(partial)
@@ -51,9 +52,11 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
         (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
         for path in (*partial.iterdir(), partial):
             sync(path)
-        remove(folder)
+        with suppress(FileNotFoundError):
+            folder.replace(replaced)  # to remove it takes longer
         partial.replace(folder)
         sync(folder.parent)
+        remove(replaced)
     except BaseException as error:
         remove(partial)
         if not isinstance(error, Exception):  # a second Ctrl-C
@@ -69,7 +72,7 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
 def remove_leftovers(output: Path) -> None:
     """Remove what a process that was killed while it wrote has left."""
     for path in output.iterdir():
-        if re.fullmatch(rf"\.({WRITTEN_BESIDE})\.partial", path.name):
+        if re.fullmatch(rf"\.({WRITTEN_BESIDE})\.(partial|replaced)", path.name):
             remove(path)
 
 

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from ..objective.rollout import derived_metrics
 from .arguments import TrainArguments
 from .batch import groups_of, without_gradient
 from .checkpoint import LOG, SAMPLES
@@ -28,6 +29,7 @@ from .rollout import Completion
 # Beside the progress bar, or in the lines that stand for it.
 SHOWN = ("reward", "kl", "divergence", "entropy", "grad_norm")
 QUIET_S = 30.0
+EXTREMES = ("/min", "/max")
 # Trackers get TRL's names, with its prefixes train/ and eval/, so that runs of both trainers share their plots: here
 # are those that differ from the names in log.jsonl.
 TRL_NAMES = {
@@ -35,7 +37,7 @@ TRL_NAMES = {
     "clip_ratio/high": "clip_ratio/high_mean", "clip_ratio/region": "clip_ratio/region_mean",
     "rollout_mismatch/mean": "sampling/sampling_logp_difference/mean",
     "rollout_mismatch/max": "sampling/sampling_logp_difference/max",
-    "rollout_weight/mean": "sampling/importance_sampling_ratio/mean",
+    **{f"rollout_weight/{x}": f"sampling/importance_sampling_ratio/{x}" for x in ("mean", "min", "max")},
 }  # fmt: skip
 
 
@@ -149,7 +151,7 @@ def pass_numbers(out: Any, inputs: dict[str, Any]) -> dict[str, float]:
     read from the device at once."""
     mask = inputs["completion_mask"]
     found = {"tokens": mask.sum(), "loss": out.loss.detach()}
-    found |= {name: out.metrics[name] for name in ("ratio/min", "ratio/max")}
+    found |= {name: x for name, x in out.metrics.items() if name.endswith(EXTREMES)}
     found["log_ratio_first_max"] = _largest_difference(out.logps, inputs.get("old_logps"), mask)
     found["rollout_mismatch/max"] = _largest_difference(out.logps, inputs.get("rollout_logps"), mask)
     for name, (total, count) in out.metric_sums.items():
@@ -159,8 +161,8 @@ def pass_numbers(out: Any, inputs: dict[str, Any]) -> dict[str, float]:
         found["kl_sequence sum"] = (out.sequences["kl"] * tokens).sum()
         found["kl_sequence count"] = (tokens > 0).sum()
     numbers = dict(zip(found, torch.stack([x.to(torch.float64) for x in found.values()]).tolist(), strict=True))
-    if not numbers.pop("tokens"):
-        del numbers["ratio/min"], numbers["ratio/max"]
+    if not numbers.pop("tokens"):  # 0 would stand for no extreme
+        numbers = {name: x for name, x in numbers.items() if not name.endswith(EXTREMES)}
     return numbers
 
 
@@ -174,16 +176,17 @@ def step_record(passes: list[dict[str, float]], ranks: Ranks, *, first: bool) ->
     for name in sorted({name for numbers in everything for name in numbers}):
         join = min if name.endswith("min") else max if name.endswith("max") else sum
         found[name] = join([numbers[name] for numbers in everything if name in numbers])
+    pairs = {}
     for name in [name.removesuffix(" sum") for name in found if name.endswith(" sum")]:
         total, count = found.pop(f"{name} sum"), found.pop(f"{name} count")
         if count:  # without a scored token there is no mean
             found[name] = total / count
+            pairs[name] = torch.tensor(total, dtype=torch.float64), torch.tensor(count, dtype=torch.float64)
+    found |= {name: x.item() for name, x in derived_metrics(pairs).items()}
     found["loss"] /= ranks.count
     if not first:  # what later steps see is the policy's own movement
         for name in ("log_ratio_first_max", "rollout_mismatch/max", "rollout_mismatch/mean"):
             found.pop(name, None)
-    if found.get("rollout_weight/mean_square"):
-        found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / found["rollout_weight/mean_square"]
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from . import RunError
 from .batch import (
     assign_advantages,
+    assign_weights,
     denominators,
     groups_of,
     is_scored,
@@ -56,6 +57,7 @@ class Trainer:
         self.started = time.perf_counter() - self.progress.seconds
         self.seconds: dict[str, float] = {}
         self.metrics: dict[str, list[float]] = {}  # of log_metric, from all ranks
+        self.ranks_without_rewards: set[int] = set()  # in the last rollout
 
     def train(self) -> int:
         """All steps that are left; returns the exit status."""
@@ -110,6 +112,8 @@ class Trainer:
                     c.dropped = True
         run.log.phase("updates")
         self._score_under_policies(rollout)
+        if a.corrects:
+            assign_weights(rollout, a, run.accelerator.device)
         p.rollout, p.used = rollout, 0
         self.seconds["rollout"] = time.perf_counter() - begin - self.seconds["rewards"]
         p.rollout_numbers |= rollout_record(rollout, a.num_generations)
@@ -166,15 +170,17 @@ class Trainer:
         self.progress.rollout_numbers["slowest_reward"] = max(seconds[0], key=lambda name: seconds[0][name])
 
     def _check_rewards(self, fatal: Sequence[Failure | None]) -> None:
-        """Raise RunError where no rank has rewards: what they lack (a package, a server) will not come. fatal: by rank,
-        the failure of a function for all of its completions."""
-        found = [(rank, failure) for rank, failure in enumerate(fatal) if failure is not None]
-        for rank, failure in found:
+        """Raise RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
+        server) will not come. A single rollout may be a prompt that no completion is scored for. fatal: by rank, the
+        failure of a function for all of its completions."""
+        found = {rank: failure for rank, failure in enumerate(fatal) if failure is not None}
+        again, self.ranks_without_rewards = found.keys() & self.ranks_without_rewards, set(found)
+        for rank in sorted(again) or found:
             where = f"for every completion of step {self.progress.step + 1}"
             if len(found) < len(fatal):
-                where += f" on rank {rank} of {len(fatal)}"
-            sentence = f"the reward {failure.name} failed {where}; its own traceback:\n{failure.traceback}"
-            if len(found) == len(fatal):
+                where += f" on rank {rank} of {len(fatal)}{', as in the rollout before' if again else ''}"
+            sentence = f"the reward {found[rank].name} failed {where}; its own traceback:\n{found[rank].traceback}"
+            if again or len(found) == len(fatal):
                 raise RunError(sentence)
             self.run.log.say(sentence)
 
@@ -272,7 +278,7 @@ class Trainer:
         numbers, passes = [], self._passes(rows)
         for part in passes:
             inputs = model_inputs(part, a, self.pad_id, run.accelerator.device)
-            inputs |= loss_inputs(part, a, run.accelerator.device)
+            inputs |= loss_inputs(part, run.accelerator.device)
             if run.teacher is not None:
                 with run.accelerator.autocast():
                     inputs["teacher"] = run.teacher(inputs, run.vocab_size)

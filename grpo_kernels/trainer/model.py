@@ -24,8 +24,9 @@ from ..output import GRPOLossOutput
 from ..teacher import Teacher
 from . import missing_packages
 from .arguments import TrainArguments
-from .data import check_path
-from .sampling import decoding_error, generate
+from .data import check_source
+from .decoding import Decoder, decoding_error
+from .sampling import generate
 from .vllm import check_adapter
 
 
@@ -35,7 +36,7 @@ class Policy(nn.Module):
     policy("loss", **batch, config=config)       -> GRPOLossOutput
     policy("logps", **batch, temperature=1.0)    -> (B, T) nats
     policy("sample", prompts=ids, ...)           -> list[Sampled], see sampling.generate
-    policy("decoding_error", cached=True)        -> Decoding, see sampling.decoding_error
+    policy("decoding_error")                     -> Decoding of its decoder, see decoding.decoding_error
     """
 
     def __init__(self, lm: Any, *, eager: bool = False, share_prompts: bool = False):
@@ -43,13 +44,15 @@ class Policy(nn.Module):
         self.lm = lm
         self.eager = eager
         self.share_prompts = share_prompts
+        self.decoder: Decoder | None = None  # see decoding.choose_decoder
         self._no_split_modules = getattr(lm, "_no_split_modules", None)  # accelerate's units of FSDP2
 
     def forward(self, task: str, **inputs: Any) -> Any:
         if task == "sample":
-            return generate(self.lm, **inputs)
+            return generate(self.lm, decoder=self.decoder, **inputs)
         if task == "decoding_error":
-            return decoding_error(self.lm, **inputs)
+            assert self.decoder is not None
+            return decoding_error(self.decoder)
         inputs["share_prompts"] = self.share_prompts
         if task == "loss":
             return fused_forward(self.lm, loss=eager_loss if self.eager else fused_grpo_loss, **inputs)
@@ -102,7 +105,6 @@ def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> A
 
 
 def _load_tokenizer(path: str, a: TrainArguments, *, name: str) -> Any:
-    check_path(name, path)
     bare = Path(path, "adapter_config.json").exists() and not Path(path, "tokenizer_config.json").exists()
     source = base_of(path, name=name) if bare else path
     return _from_pretrained(AutoTokenizer, path, source, name=name, trust_remote_code=a.trust_remote_code)
@@ -120,7 +122,7 @@ def base_of(path: str, *, name: str = "model_name_or_path") -> str | None:
     from peft import PeftConfig
 
     base = str(_from_pretrained(PeftConfig, path, path, name=name).base_model_name_or_path)
-    check_path(f"{name}={path}: base_model_name_or_path", base)
+    check_source(f"{name}={path}: base_model_name_or_path", base)
     return str(Path(base).resolve()) if Path(base).exists() else base
 
 
@@ -278,6 +280,7 @@ class TeacherModel:
 
     def __init__(self, path: str, arguments: TrainArguments, tokenizer: Any, device: torch.device) -> None:
         name = "teacher_model_name_or_path"
+        self.ids: dict[str, Any] = {"top_k": arguments.teacher_top_k, "mode": arguments.teacher_top_k_mode}
         self.lm = load_frozen(path, arguments, name=name).to(device)
         own = _load_tokenizer(path, arguments, name=name).get_vocab()
         if differing := [word for word, i in tokenizer.get_vocab().items() if own.get(word) != i]:
@@ -296,7 +299,7 @@ class TeacherModel:
         ) -> Teacher:
             transform.pop("completion_mask")
             bias = None if lm_head_bias is None else lm_head_bias.detach()[:vocab_size]
-            return Teacher(hidden, weight.detach()[:vocab_size], bias, **transform)
+            return Teacher(hidden, weight.detach()[:vocab_size], bias, **transform, **self.ids)
 
         names = "input_ids", "attention_mask", "completion_ids", "completion_mask"
         teacher: Teacher = fused_forward(self.lm, loss=head, **{name: inputs[name] for name in names})

@@ -24,9 +24,11 @@ KL_PER_TOKEN, KL_PER_SEQUENCE = 0.1, 10.0  # nats; both must be exceeded
 ENTROPY, ENTROPY_OF_START = 0.2, 0.27  # nats per token; share of the start. Both must be undercut
 UNIQUE = 0.5  # distinct completions / completions of a group
 REWARD_SHARE = 0.05  # of the range of rewards: what counts as a rise, and as near the highest
+DIVERGENCE_OF_START = 1.5  # times the start, above which a divergence has risen
 CLIPPED_KL = 0.01  # nats per token to the old policy, without which many clipped tokens are no failure
 # Of the first update of a rollout, at a ratio of 1, these say nothing.
 OF_LATER_UPDATES = ("clip_ratio/region", "cispo_clip_ratio", "approx_kl")
+EFFECTIVE = ("rollout_ratio/ess", "rollout_ess")
 NAN = math.nan
 
 
@@ -83,6 +85,11 @@ class History:
         low, high = self.limits
         return max(0.0, high - low)
 
+    def rises(self, steps: int) -> bool:
+        """Whether the reward is higher than it was so many steps ago, in means of `SPAN` steps."""
+        earlier = fmean(self.last("reward", steps)[:SPAN] or [NAN])
+        return self.mean("reward", SPAN) - earlier > REWARD_SHARE * self.reward_range()
+
     def is_solved(self) -> bool:
         """Whether most groups, or all but a few completions, have the highest reward."""
         near = self.limits[1] - REWARD_SHARE * self.reward_range()
@@ -110,15 +117,17 @@ def held_out_change(h: History) -> float:
 
 
 def entropy(h: History) -> float:
-    recent, earlier = h.mean("reward", SPAN), h.last("reward", 2 * SPAN)[:SPAN]
-    rises = recent - fmean(earlier or [NAN]) > REWARD_SHARE * h.reward_range()
-    if h.mean("completions/unique_ratio") >= UNIQUE or rises or h.is_solved():
+    if h.mean("completions/unique_ratio") >= UNIQUE or h.rises(2 * SPAN) or h.is_solved():
         return NAN
     return h.mean("entropy") / max(1e-9, min(ENTROPY, ENTROPY_OF_START * h.start_mean("entropy")))
 
 
 def kl(h: History) -> float:
     return min(h.least("kl") / KL_PER_TOKEN, h.least("kl_sequence") / KL_PER_SEQUENCE)
+
+
+def divergence(h: History) -> float:
+    return h.mean("divergence", SPAN) / max(KL_PER_TOKEN, DIVERGENCE_OF_START * h.start_mean("divergence"))
 
 
 def gradient_norm(h: History) -> float:
@@ -128,6 +137,18 @@ def gradient_norm(h: History) -> float:
 
 def dead_groups(h: History) -> float:
     return NAN if h.is_solved() else h.mean("zero_gradient_groups") - h.mean("all_max_groups")
+
+
+def growth(h: History) -> float:
+    lengths = h.last("completions/mean_length", HISTORY)
+    if len(lengths) < HISTORY or h.rises(HISTORY):
+        return NAN
+    return fmean(lengths[-SPAN:]) / max(1e-9, fmean(lengths[:SPAN]))
+
+
+def effective_sample(h: History) -> float:
+    """The smaller of those of the ratios to the sampling engine, and of the weights in use."""
+    return min((fmean(x) for key in EFFECTIVE if len(x := h.last(key, SOON)) == SOON), default=NAN)
 
 
 def clipped(h: History) -> float:
@@ -172,11 +193,16 @@ RULES = {
     "mode_collapse": Rule("Mode collapse", ("entropy",), entropy, 1, 0.25,
         f"Entropy is {{value:.0%}} of its limit (threshold {{limit:.0%}} of {ENTROPY:g} nats per token, or of "
         f"{ENTROPY_OF_START:.0%} of the start), completions of a group repeat, and the reward does not rise.",
-        "Raise epsilon_high or entropy_coef, lower the learning rate, or sample at a higher temperature.", below=True),
+        "Raise entropy_coef, or epsilon_high where tokens are clipped above it; lower the learning rate, or raise the "
+        "temperature.", below=True),
     "kl_explosion": Rule("KL explosion", ("kl",), kl, 1, 10,
         f"For {SOON} steps, the KL to the reference policy is {{value:.3g}} times its limit, {KL_PER_TOKEN:g} nats per "
         f"token and {KL_PER_SEQUENCE:g} per sequence (threshold {{limit:g}}).",
         "Lower the learning rate, raise beta or set kl_target, and read the completions."),
+    "divergence_rises": Rule("Divergence to the teacher rises", ("divergence",), divergence, 1, math.inf,
+        f"The divergence to the teacher is {{value:.3g}} times its limit (threshold {{limit:g}}), which is "
+        f"{DIVERGENCE_OF_START:g} times the first {SPAN} steps, and at least {KL_PER_TOKEN:g} nats per token.",
+        "Lower the learning rate; beside rewards, raise distill_coef, or take them for what moves the policy away."),
     "gradient_instability": Rule("Gradient instability", ("grad_norm",), gradient_norm, 4, 10,
         f"For {SOON} steps, the gradient norm is {{value:.3g}} times the median of the steps before (threshold "
         "{limit:g}).",
@@ -186,6 +212,15 @@ RULES = {
         "{limit:.0%}, all-correct ones not counted).",
         "Check the reward function on completions of samples.jsonl; choose easier or harder prompts, raise "
         "num_generations, or set dynamic_sampling."),
+    "unscored": Rule("Unscored completions", ("unscored",),
+        lambda h: h.mean("unscored") / (h.mean("completions/count") or NAN), 0.05, math.inf,
+        f"{{value:.0%}} of the completions of the last {WINDOW} steps got no reward (threshold {{limit:.0%}}).",
+        "Read the errors of the reward functions in the log; raise reward_timeout where calls time out."),
+    "length_bias": Rule("Length bias", ("completions/mean_length",), growth, 1.25, math.inf,
+        f"Completions grew to {{value:.2f}} times their length within {HISTORY} steps (threshold {{limit:g}}), and the "
+        "reward did not rise.",
+        "Add the reward soft_overlong; where the loss divides by a sequence's length (grpo, gspo), take one that does "
+        "not (dapo, dr_grpo)."),
     "truncation": Rule("Truncated completions", ("completions/clipped_ratio",),
         lambda h: h.mean("completions/clipped_ratio"), 0.5, 0.99,
         "{value:.0%} of the completions were cut at max_completion_length (threshold {limit:.0%}).",
@@ -204,6 +239,10 @@ RULES = {
         "Log-probabilities of the sampling engine differ from the model's by {value:.3g} nats in the mean (threshold "
         "{limit:g}, which is a KL of 1e-3).",
         "Check that the sampling engine has the current weights and the same temperature and precision."),
+    "off_policy": Rule("Off-policy samples", EFFECTIVE, effective_sample, 0.3, 0.1,
+        "Importance weights leave an effective sample of {value:.0%} (threshold {limit:.0%}).",
+        "Check the sampling engine as for rollout_mismatch. Where whole sequences are weighted and completions are "
+        "long, weight tokens (vllm_importance_sampling_mode token_truncate), or widen rollout_rs.", below=True),
 }  # fmt: skip
 
 

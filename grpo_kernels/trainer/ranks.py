@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -75,7 +76,8 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """SIGTERM and Ctrl-C: the run stops at the next moment at which its state is whole, saves it, and leaves."""
+    """SIGTERM, Ctrl-C and the SIGHUP of a terminal that closes: the run stops at the next moment at which its state is
+    whole, saves it, and leaves."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -85,8 +87,11 @@ class Signals:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Within it the first signal is noted; a second Ctrl-C interrupts at once."""
-        is_main = threading.current_thread() is threading.main_thread()  # other threads get no signals
-        numbers = [signal.SIGTERM, signal.SIGINT] if is_main else []
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+            numbers.pop()
+        if threading.current_thread() is not threading.main_thread():  # other threads get no signals
+            numbers.clear()
         before = [(number, signal.signal(number, self._note)) for number in numbers]
         try:
             yield
@@ -109,6 +114,8 @@ class Signals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self._at_once:
             raise Interrupted
         if self.ranks.index == 0:
@@ -121,6 +128,16 @@ class Signals:
         self.received = max(self.ranks.gather([self.received]))
         if self.received:
             raise Interrupted
+
+
+def _leave_terminal() -> None:
+    """Write to nowhere what a terminal would have shown: to write to a closed one is an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for handle in (1, 2):
+        with suppress(OSError):  # it was closed before
+            if stat.S_ISCHR(os.fstat(handle).st_mode):
+                os.dup2(nowhere, handle)
+    os.close(nowhere)
 
 
 # --- the accelerator -------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ class Completion:
     which end with the tokens step_ends.
     advantage: (), or (T,) from rewards of steps. dropped: left out of the loss and its denominators.
     old_logps, ref_logps: (T,) nats, under the policy before the rollout's updates and under the reference policy.
+    weight: () or (T,), what corrects for the sampling engine.
     """
 
     group: int
@@ -56,6 +56,7 @@ class Completion:
     dropped: bool = False
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
+    weight: Tensor | None = None
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:
@@ -77,37 +78,11 @@ def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
     return found
 
 
-def keeps_cache(policy: nn.Module, ranks: Ranks) -> bool:
-    """Whether the model can be sampled with its cache, token by token; every rank asks. A model that cannot is sampled
-    without, with a warning. Raises ValueError for a model that cannot be sampled in a padded batch at all."""
-    policy.eval()
-    wrapped: Any = getattr(policy, "module", policy)  # within DDP
-    lm = wrapped.lm
-    name = type(lm.get_base_model() if hasattr(lm, "get_base_model") else lm).__name__
-    lost = math.inf
-    for cached in (True, False):
-        found = max(ranks.gather([infer(policy, "decoding_error", cached=cached)]))
-        if math.isnan(found.error):
-            raise ValueError(f"{name}: the log-probabilities of its tokens are NaN; expected weights that are finite")
-        if found.error <= 1:
-            break
-        lost = found.nats
-    else:
-        raise ValueError(
-            f"{name}: in a batch that is padded on the left, its log-probabilities differ by {found.nats:.2g} nats "
-            "from those of each row alone; expected a causal model whose attention_mask hides padding"
-        )
-    if not cached and ranks.index == 0:
-        print(f"{name} is sampled without a cache (with it, it loses {lost:.2g} nats of a token)", file=sys.stderr)
-    return cached
-
-
 @dataclass
 class Sampler:
     """Samples from the policy as it is, by vLLM where there is an engine; every rank has prompts of its own.
 
-    ends: ids that end a completion; progress: is told the number of completions so far, and of all; cached: see
-    `keeps_cache`.
+    ends: ids that end a completion; progress: is told the number of completions so far, and of all.
     """
 
     policy: nn.Module
@@ -117,7 +92,6 @@ class Sampler:
     ranks: Ranks
     signals: Signals
     progress: Callable[[int, int], None]
-    cached: bool
     vllm: Any = None
 
     def sample(
@@ -126,9 +100,9 @@ class Sampler:
         """One completion per prompt. stream: what the random numbers are made from, beside the rank; step: the
         optimizer step that the policy comes from."""
         set_seed(random.Random(f"{stream} {self.ranks.index}").getrandbits(32))
+        wrapped: Any = getattr(self.policy, "module", self.policy)  # within DDP
         if self.vllm is not None:
-            lm = getattr(self.policy, "module", self.policy).lm  # within DDP
-            return self.vllm.sample(lm, prompts, greedy=greedy, step=step, ends=self.ends)
+            return self.vllm.sample(wrapped.lm, prompts, greedy=greedy, step=step, ends=self.ends)
         self.policy.eval()
         size, found = self.arguments.rows_per_rollout(1), []
         for first in range(0, len(prompts), size):
@@ -137,9 +111,10 @@ class Sampler:
                 found += infer(
                     self.policy, "sample", prompts=prompts[first : first + size], arguments=self.arguments,
                     greedy=greedy, ends=self.ends, pad_id=self.tokenizer.pad_token_id,
-                    synced=isinstance(self.policy, FSDPModule), cached=self.cached,
+                    synced=isinstance(self.policy, FSDPModule),
                 )  # fmt: skip
             self.signals.check()
+        wrapped.decoder.make_room()
         return found
 
     def text(self, prompt: Any, ids: Sequence[int]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -20,18 +21,20 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import get_scheduler
 
+from ..teacher import check_teacher_values
 from . import RunError
-from .adamw import check_state_of, make_optimizer
+from .adamw import check_state_of, is_low, make_optimizer
 from .arguments import TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import CONFIG, RUN, STATE, Progress, check_state, claim_folder, norm, prune, read_checkpoint
 from .data import Columns, Prompt, fingerprint, load_prompts
+from .decoding import choose_decoder
 from .files import lock_folder, remove_leftovers, write_atomically, write_text
 from .log import RunLog
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
 from .rewards import Rewards
-from .rollout import Completion, Sampler, infer, keeps_cache
+from .rollout import Completion, Sampler, infer
 from .sampling import eos_ids
 from .tasks import ARITHMETIC
 from .vllm import VLLM
@@ -47,6 +50,7 @@ class Given(NamedTuple):
 
 
 NOTHING = Given({})
+MIB = 2**20
 ENDS_UNSAVED = "the run ends here, and its checkpoints are those of earlier steps"
 # Of allocators that raise RuntimeError: torch's for CPUs, cuBLAS, CUDA's runtime.
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
@@ -100,9 +104,7 @@ class Run:
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts)
-        self.rewards = make_rewards(a, self.prompts, self.held_out, given)
-        if self.rewards is not None:
-            self.rewards.check_tags(tokenizer)
+        self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
         vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None
@@ -121,10 +123,13 @@ class Run:
         )  # fmt: skip
         with advice_on_memory(lambda: "set-up"):
             self._score_a_token()
-            cached = vllm is None and keeps_cache(self.policy, self.ranks)
+            if vllm is None:
+                choose_decoder(self.policy, self.ranks, a)
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 self._try_to_save()
+                if not a.dry_run:  # whose folder is another one
+                    self.check_room(self.folder)
             if not a.dry_run:
                 init_trackers(self.accelerator, a, self.options)
             if self.accelerator.is_main_process:
@@ -132,7 +137,7 @@ class Run:
         self.signals = Signals(self.ranks)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
         self.log = RunLog(self.folder, self.accelerator, a)
-        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, cached, vllm)
+        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, vllm)
 
     def _score_a_token(self) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
@@ -143,9 +148,11 @@ class Run:
                 raise ValueError(f"the log-probabilities of its tokens are {logp}; expected weights that are finite")
             if self.teacher is not None:
                 option = "teacher_model_name_or_path"
-                rows = len(self.teacher(self._first_inputs, self.vocab_size).weight)
-                if rows < self.vocab_size:
+                teacher = self.teacher(self._first_inputs, self.vocab_size)
+                if (rows := len(teacher.weight)) < self.vocab_size:
                     raise ValueError(f"its lm_head has {rows} rows, the model's {self.vocab_size}; expected as many")
+                option = "teacher_top_k"
+                check_teacher_values(teacher, self.vocab_size, None)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{option}={getattr(self.arguments, option)}: {error}") from error
 
@@ -167,6 +174,25 @@ class Run:
             raise ValueError(
                 f"output_dir={self.folder}: model and tokenizer cannot be saved: {type(error).__name__}: {error}"
             ) from error
+
+    def bytes_of_checkpoint(self) -> int:
+        """Of weights (of an adapter the trained ones), AdamW's state and the reference policy; the rest is little."""
+        a, size = self.arguments, 0
+        for p in self.policy.parameters():
+            if p.requires_grad:
+                size += p.numel() * (p.itemsize * (1 + bool(a.beta)) + (12 if is_low(p) else 8))
+            elif not a.use_peft:
+                size += p.numel() * p.itemsize
+        return size
+
+    def check_room(self, folder: Path) -> None:
+        """Raise ValueError where a checkpoint has no room on the disk of a folder that may not be made yet."""
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        size, free = self.bytes_of_checkpoint() / MIB, shutil.disk_usage(there).free / MIB
+        if free < size:
+            raise ValueError(
+                f"output_dir={folder}: a checkpoint takes {size:,.1f} MiB, its disk has {free:,.1f} MiB left"
+            )
 
     def _logp_of_a_token(self) -> float:
         """Nats, of the last token of the first prompt, once more after it."""
@@ -325,16 +351,22 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
 
 
 def make_rewards(
-    a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
+    a: TrainArguments, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
 ) -> Rewards | None:
     """The reward functions, which find the columns that they read; None where options name none."""
     if not a.reward_funcs:
         return None
-    rewards = Rewards(list(given.rewards or a.reward_funcs), a.reward_weights, timeout=a.reward_timeout)
+    # path/file.py:function by an absolute path: the import of another one may change the working directory.
+    specs: list[Any] = [
+        os.path.abspath(spec) if isinstance(spec, str) and os.path.isfile(spec.rpartition(":")[0]) else spec
+        for spec in given.rewards or a.reward_funcs
+    ]
+    rewards = Rewards(specs, a.reward_weights, timeout=a.reward_timeout, max_length=a.max_completion_length)
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
         try:
             if part:
                 rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in part[0].columns})
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
+    rewards.check_form(tokenizer, [*prompts, *held_out])
     return rewards

@@ -6,29 +6,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from .host import ROOT, HostModule, NinjaFile, compiles, target_machine
+from .host import ROOT, HostModule, NinjaFile, target_machine
 
-SOURCES = ("dispatch", "kept_ids")
-
-# Instruction set -> flags in order of preference: the first that the compiler accepts.
+# Those of torch's own kernels: a processor on which torch takes them has all that ours need.
 X86_FLAGS = {
-    "avx512": (
-        "-march=x86-64-v4",
-        "-mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mavx2 -mfma -mbmi -mbmi2",
-    ),
-    "avx2": ("-march=x86-64-v3", "-mavx2 -mfma -mbmi -mbmi2"),
+    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c",
+    "avx2": "-mavx2 -mfma -mf16c",
 }
-
-
-def instruction_sets(cxx: list[str]) -> dict[str, list[str]]:
-    """Name -> compiler flags of every set that is compiled: on x86-64 up to three, elsewhere the baseline alone."""
-    found: dict[str, list[str]] = {"baseline": []}
-    if target_machine() in ("x86_64", "amd64"):
-        for name, candidates in X86_FLAGS.items():
-            flags = next((c.split() for c in candidates if compiles(cxx, c.split())), None)
-            if flags is not None:
-                found[name] = flags
-    return found
 
 
 def build(filename: str) -> Path:
@@ -36,15 +20,14 @@ def build(filename: str) -> Path:
     folder = ROOT / "build" / f"cpu-{sysconfig.get_platform()}"  # the objects serve every Python
     ninja_file = NinjaFile(folder, sys.implementation.cache_tag)
     module = HostModule(ninja_file)
-    sets = instruction_sets(module.cxx)
+    sets = {"baseline": ""} | (X86_FLAGS if target_machine() in ("x86_64", "amd64") else {})
     module.add_binding(ROOT / "python" / "cpu_module.cpp")
-    have = [f"-DGK_HAVE_{name.upper()}" for name in sets]
     sources = ROOT / "csrc" / "cpu"
-    for name in SOURCES:
-        module.add(sources / f"{name}.cpp", have if name == "dispatch" else ())
+    module.add(sources / "dispatch.cpp", ["-DGK_HAVE_X86"] if len(sets) > 1 else ())
+    module.add(sources / "kept_ids.cpp")
     for name, flags in sets.items():
         for source in ("rows", "sparse", "kept"):
-            module.add(sources / f"{source}.cpp", [f"-DGK_ISA={name}", *flags], name=f"{source}_{name}")
+            module.add(sources / f"{source}.cpp", [f"-DGK_ISA={name}", *flags.split()], name=f"{source}_{name}")
     built = module.link(filename, ["-ldl"])  # dlsym, of a library of its own before glibc 2.34
     ninja_file.run()
     return built

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,14 +45,6 @@ def target_machine() -> str:
     "universal2" of macOS is none of the others: one command compiles for two.
     """
     return sysconfig.get_platform().split("-")[-1].lower()
-
-
-def compiles(cxx: list[str], flags: list[str]) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "probe.cpp")
-        source.write_text("float twice(float x) { return x + x; }\n")
-        command = [*cxx, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))]
-        return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def write_if_changed(file: Path, text: str) -> None:
@@ -104,9 +95,8 @@ class HostModule:
         self.folder = ninja_file.folder / objects
         self.cxx = find_compiler()
         extra = shlex.split(os.environ.get("GRPO_KERNELS_CXXFLAGS", ""))
-        flags = [*CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), *extra]
-        if compiles(self.cxx, ["-ffile-prefix-map=a=b"]):
-            flags.append(f"-ffile-prefix-map={ROOT}=.")
+        own = [*CXX_FLAGS, f"-ffile-prefix-map={ROOT}=."]
+        flags = [*own, *shlex.split(os.environ.get("CXXFLAGS", "")), *extra]
         link = ["-shared", "-Wl,-z,relro,-z,now", f"-Wl,--version-script={EXPORTS}"]
         if sys.platform == "darwin":
             link = ["-bundle", "-undefined", "dynamic_lookup"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import ModuleType
 
@@ -111,6 +112,26 @@ def load() -> tuple[Backend | None, str]:
     return table, ""
 
 
+# What torch says of the processor -> the instruction sets of ours that it has, the best one first.
+ISAS = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}
+
+
+def usable_isas() -> tuple[str, ...]:
+    """Returns the instruction sets that this processor has, the best one first."""
+    return (*ISAS.get(torch.backends.cpu.get_cpu_capability(), ()), "baseline")
+
+
+def choose_isa(module: ModuleType) -> None:
+    """Makes the kernels take the best instruction set, or GRPO_KERNELS_CPU_ISA, which has to be a usable one."""
+    wanted, usable = os.environ.get("GRPO_KERNELS_CPU_ISA"), usable_isas()
+    names = [name for name in usable if wanted in (None, "", name)]
+    if not any(map(module.set_cpu_isa, names)):
+        raise ValueError(
+            f"GRPO_KERNELS_CPU_ISA: instruction set {wanted!r} is unknown or not available here; usable: "
+            f"{', '.join(usable)}"
+        )
+
+
 def compiled_module() -> tuple[ModuleType | None, str]:
     """Returns (grpo_kernels._cpu, "") or (None, why it cannot be used). It never raises: another backend does the work
     then."""
@@ -119,7 +140,7 @@ def compiled_module() -> tuple[ModuleType | None, str]:
 
         if problem := version_problem(_cpu, "CPU"):
             return None, problem
-        _cpu.cpu_isa()  # reads GRPO_KERNELS_CPU_ISA: a wrong value is reported here, not in the middle of a loss
+        choose_isa(_cpu)
     except (ImportError, ValueError) as error:
         return None, f"the compiled CPU kernels cannot be used: {error}"
     return _cpu, ""

@@ -13,7 +13,7 @@ import torch
 
 from ..operations import Backend
 from ..torch.backend import TORCH
-from ..triton import why_unusable
+from ..triton import load as load_triton
 from .base import version_problem
 from .cuda_kernels import CudaKernels
 
@@ -24,12 +24,7 @@ def load() -> tuple[Backend | None, str]:
     reason = reason if module is None else _why_not_here(module)
     if module is None or reason:
         return None, reason
-    kernels = CudaKernels(module)
-    if why_unusable():
-        return kernels.over(TORCH), ""
-    from ..triton.backend import load as load_triton
-
-    return kernels.over(load_triton()), ""
+    return CudaKernels(module).over(load_triton()[0] or TORCH), ""
 
 
 def installed() -> bool:

@@ -21,11 +21,12 @@ from ..operations import (
     Statistics,
     chunk_row_stride,
     contiguous_rows,
+    multiplies_by_tma,
+    rows_for_tma,
 )
 from .base import DTYPES, matrix, row_arguments
 
 OLDEST_CAPABILITY = 80
-ALIGNED = 256  # an address like those of fresh memory, for asking what would be served there
 
 
 class CudaKernels:
@@ -89,14 +90,14 @@ class CudaKernels:
 
     def fused_products(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         """They are for compute capability 9.0, where they are measured to be faster than the library's product."""
-        if hidden.dtype != weight.dtype or weight.dtype not in DTYPES or weight.stride(-1) != 1:
+        if not multiplies_by_tma(hidden, weight):
             return ()
-        # Hidden states and exponentials are not there yet: they get memory that is aligned.
-        count, (vocab, width) = hidden.numel() // hidden.shape[-1], weight.shape
-        product = ALIGNED, width, weight.data_ptr(), weight.stride(0), width, DTYPES[weight.dtype], None
-        wanted = {"logp": (0, 0), "exponentials": (ALIGNED, chunk_row_stride(vocab, weight.device))}
         with _on(weight.device):
-            return tuple(x for x, at in wanted.items() if self.module.supports_fused(count, vocab, *at, *product))
+            if not self.module.has_products():
+                return ()
+        # float16 cannot hold e^(z - z_id); on a CPU rows of exponentials may begin off the alignment.
+        aligned = chunk_row_stride(len(weight), weight.device) % 8 == 0
+        return ("logp", "exponentials") if weight.dtype == torch.bfloat16 and aligned else ("logp",)
 
     def fused_logp(self, head: HeadChunk, entropy: bool) -> Statistics:
         """The entropy comes with the rest."""
@@ -109,17 +110,13 @@ class CudaKernels:
     def _fused(
         self, function: Callable[..., None], head: HeadChunk, out: Tensor | None = None, *unit: Tensor
     ) -> Statistics:
-        hidden, device = head.hidden, head.hidden.device
-        stats, size, written = Statistics.empty(len(hidden), device), (len(hidden), len(head.weight)), matrix(out)
+        hidden, size = rows_for_tma(head.hidden), (len(head.hidden), len(head.weight))
+        device, stats, product = hidden.device, Statistics.empty(len(hidden), hidden.device), _product(hidden, head)
         with _on(device):
-            product = _product(hidden, head)
-            # A view that begins, or whose rows begin, off the alignment, or that is expanded.
-            if not self.module.supports_fused(*size, written[0], written[2], *product):
-                product = _product(torch.empty(hidden.shape, dtype=hidden.dtype, device=device).copy_(hidden), head)
             workspace = torch.empty(self.module.fused_workspace(*size, *product), dtype=torch.uint8, device=device)
             self.call(
                 function, device, *matrix(None), *size, None, head.ids, 0, None, head.temperature, *stats, None, None,
-                *written, None, *head.transform, *product, *unit, workspace,
+                *matrix(out), None, *head.transform, *product, *unit, workspace,
             )  # fmt: skip
         return stats
 

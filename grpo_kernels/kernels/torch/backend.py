@@ -9,6 +9,7 @@ TORCH = Backend(
     name="torch",
     statistics=rows.statistics,
     gradient=rows.gradient,
+    divergence=rows.divergence,
     sparse_gradient=rows.sparse_gradient,
     kept_ids=kept.kept_ids,
     kept_logits=kept.kept_logits,
@@ -17,3 +18,8 @@ TORCH = Backend(
     scale=rows.scale,
     add_rows=rows.add_rows,
 )
+
+
+def load() -> tuple[Backend, str]:
+    """Returns (table, "")."""
+    return TORCH, ""

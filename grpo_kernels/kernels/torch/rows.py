@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..operations import LogitChunk, RowGradients, SparseRows, SparseRule, Statistics
 from .sparse import start_of_sum, write_pairs
-from .teacher import divergence_gradient, put_divergence
+from .teacher import divergence_gradient, put_divergence, sums
 from .transform import minus_lse, transformed
 
 LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
-SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
+SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32, and `divergence` of each side
 
 
 def statistics(chunk: LogitChunk) -> None:
@@ -26,6 +26,18 @@ def statistics(chunk: LogitChunk) -> None:
     if chunk.teacher is not None:
         log_p, _ = _log_p(chunk, temperature, found.lse)
         put_divergence(chunk.rows, chunk.teacher, log_p, temperature)
+
+
+def divergence(chunk: LogitChunk) -> Tensor:
+    teacher, parts, done = chunk.teacher, [], 0
+    assert teacher is not None
+    for rows in chunk.rows.split(max(1, SCALED_AT_ONCE // chunk.logits.shape[1])):
+        own, done = slice(done, done + rows.count), done + rows.count
+        temperature = rows.take(chunk.temperature)
+        log_p, _ = _log_p(chunk._replace(logits=chunk.logits[own]), temperature, rows.take(chunk.stats.lse))
+        z, _ = transformed(teacher.logits[own], teacher.bias, temperature, teacher.transform)
+        parts.append(torch.stack(sums(log_p, minus_lse(z, rows.take(teacher.lse)), teacher)))
+    return torch.cat(parts, 1)
 
 
 def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:

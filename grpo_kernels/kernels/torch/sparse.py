@@ -36,7 +36,7 @@ def write_pairs(
 
 
 def start_of_sum(tokens: Tensor, lse: Tensor, first_id: int) -> Tensor:
-    """u in [0, 1), int64 in units of 1 / SPARSE_ONE, of tokens (C,) and their lse; csrc/sparse_rules.h has the same."""
+    """u in [0, 1), int64 in units of 1 / SPARSE_ONE, of tokens (C,) and their lse; csrc/cpu/sparse.cpp has the same."""
     bits = lse.to(torch.float32).view(torch.int32).long() & _WORD
     return _mixed(_mixed(_mixed(tokens) + bits) + first_id) >> 1
 

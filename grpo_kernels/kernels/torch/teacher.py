@@ -20,19 +20,21 @@ def put_divergence(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperatur
     """Writes the divergence, its offset and the teacher's log-sum-exp of a chunk's tokens. log_p (C, V)."""
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
     lse = z.double().logsumexp(-1)
-    log_q = minus_lse(z, lse)
+    for kept, x in zip((teacher.divergence, teacher.offset), sums(log_p, minus_lse(z, lse), teacher), strict=True):
+        rows.put(kept, x.to(kept.dtype))
+    rows.put(teacher.lse, lse)
+
+
+def sums(log_p: Tensor, log_q: Tensor, teacher: TeacherLogits) -> tuple[Tensor, Tensor]:
+    """Returns the divergence and its offset, (C,) each, of log-probabilities (C, V) or of a slice of them."""
     params = teacher.transform
     if params.divergence == "reverse_kl":
-        divergence = offset = _kl(log_p, log_q)
-    elif params.divergence == "forward_kl":
-        divergence, offset = _kl(log_q, log_p), torch.zeros_like(lse)
-    else:
-        log_m = _log_mixture(log_p, log_q, params)
-        offset = _kl(log_p, log_m)
-        divergence = params.divergence_beta * _kl(log_q, log_m) + (1 - params.divergence_beta) * offset
-    rows.put(teacher.divergence, divergence.to(teacher.divergence.dtype))
-    rows.put(teacher.offset, offset.to(teacher.offset.dtype))
-    rows.put(teacher.lse, lse)
+        return (divergence := _kl(log_p, log_q)), divergence
+    if params.divergence == "forward_kl":
+        return (divergence := _kl(log_q, log_p)), torch.zeros_like(divergence)
+    log_m = _log_mixture(log_p, log_q, params)
+    offset = _kl(log_p, log_m)
+    return params.divergence_beta * _kl(log_q, log_m) + (1 - params.divergence_beta) * offset, offset
 
 
 def divergence_gradient(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import os
 
+from ..operations import Backend
+
 OLDEST_TRITON = (3, 4)  # that of torch 2.8
 
 
@@ -48,3 +50,12 @@ def why_unusable() -> str:
     if not interpreted() and not torch.cuda.is_available():
         return "Triton needs a GPU, and torch sees none"
     return ""
+
+
+def load() -> tuple[Backend | None, str]:
+    """Returns (table, "") or (None, the reason why Triton kernels cannot run here)."""
+    if reason := why_unusable():
+        return None, reason
+    from .backend import TRITON
+
+    return TRITON, ""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..launch import architecture, paying_products, shipped_table
-from ..operations import Backend
+from ..operations import multiplies_by_tma
 from ..torch.backend import TORCH
 from . import exponentials, fused_products, kept, objective, rows, scale, sparse, teacher
 
@@ -53,29 +53,27 @@ def unavailable_reason(device: torch.device) -> str:
 
 def paying_here(hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
     """Returns which fused products, "logp" and "exponentials", serve this lm_head (V, H) and pay on its GPU."""
-    if weight.dtype.itemsize != 2 or weight.stride(-1) != 1:  # float32 products are the vendor's
+    if not multiplies_by_tma(hidden, weight):  # float32 products are the vendor's
         return ()
     is_bfloat16 = weight.dtype == torch.bfloat16  # float16 cannot hold e^(z - z_id)
     return tuple(x for x in paying_products(weight.device) if x == "logp" or is_bfloat16)
 
 
-def load() -> Backend:
-    """Returns the table."""
-    return replace(
-        TORCH,
-        name="triton",
-        statistics=on_device(teacher.statistics),
-        gradient=on_device(rows.gradient),
-        sparse_gradient=on_device(sparse.sparse_gradient),
-        kept_ids=on_device(kept.kept_ids),
-        kept_logits=on_device(kept.kept_logits),
-        kept_dhidden=on_device(kept.kept_dhidden),
-        kept_dweight=on_device(kept.kept_dweight),
-        scale=on_device(scale.scale),
-        exponentials=on_device(exponentials.exponentials),
-        fused_exponentials=on_device(fused_products.fused_exponentials),
-        fused_logp=on_device(fused_products.fused_logp),
-        objective=on_device(objective.objective),
-        fused_products=paying_here,
-        unavailable_reason=unavailable_reason,
-    )
+TRITON = replace(
+    TORCH,
+    name="triton",
+    statistics=on_device(teacher.statistics),
+    gradient=on_device(rows.gradient),
+    sparse_gradient=on_device(sparse.sparse_gradient),
+    kept_ids=on_device(kept.kept_ids),
+    kept_logits=on_device(kept.kept_logits),
+    kept_dhidden=on_device(kept.kept_dhidden),
+    kept_dweight=on_device(kept.kept_dweight),
+    scale=on_device(scale.scale),
+    exponentials=on_device(exponentials.exponentials),
+    fused_exponentials=on_device(fused_products.fused_exponentials),
+    fused_logp=on_device(fused_products.fused_logp),
+    objective=on_device(objective.objective),
+    fused_products=paying_here,
+    unavailable_reason=unavailable_reason,
+)

@@ -76,7 +76,7 @@ def partial_kernel(
     first_tile = part * per_part
     last_tile = tl.minimum(first_tile + per_part, tl.cdiv(head.vocab, BLOCK_V))
     for tile in tl.range(first_tile, last_tile, flatten=True):
-        acc = product(hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, count, head, TILES)
+        acc = product(hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, head.width, TILES)
         pieces = quarters(acc)
         for i in tl.static_range(4):
             sums, y_id = add_logits(
@@ -208,7 +208,7 @@ def exponential_kernel(
     first_tile = part * per_part
     last_tile = tl.minimum(first_tile + per_part, tl.cdiv(head.vocab, BLOCK_V))
     for tile in tl.range(first_tile, last_tile, flatten=True):
-        acc = product(hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, count, head, TILES)
+        acc = product(hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, head.width, TILES)
         pieces = quarters(acc)
         for i in tl.static_range(4):
             sums = store_tile(pieces[i], tile * BLOCK_V + i * (BLOCK_V // 4), rows, y_id, exps_at, sums, head, TILES)

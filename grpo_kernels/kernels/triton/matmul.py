@@ -13,8 +13,7 @@ by 4 warps two programs take turns, but ask for 32 bytes, about what the cache d
 Programs that run at the same time form a block: token tiles of about GROUP_BYTES by some parts of the vocabulary. The
 hidden states of a group stay in the L2 cache; a tile of the weight is read from memory once per group.
 
-Tiles come through tensor descriptors (TMA) or pointers. Past the end they hold zeros, or the last row again: whoever
-uses a tile masks it.
+Tiles come through tensor descriptors (TMA). Past the end they hold zeros: whoever uses a tile masks it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import MatmulLaunch, matmul_launch
-from ..operations import HeadChunk, contiguous_rows
+from ..operations import HeadChunk, rows_for_tma
 from .maths import INV_LN2, softcap
 from .rows import logit_scales
 
@@ -57,9 +56,7 @@ class Tiles(NamedTuple):
     """How a product is compiled."""
 
     capped: bool  # the logits have a softcap
-    tma: bool  # tiles come through tensor descriptors
-    even_h: bool  # the width is a multiple of block_h
-    even_v: bool
+    even_v: bool  # the vocabulary is a multiple of block_v
     block_m: int
     block_v: int
     block_h: int
@@ -99,34 +96,16 @@ def place(group):
 
 
 @triton.jit
-def product(hidden, weight, first_row, first_column, count, head, TILES: tl.constexpr):
+def product(hidden, weight, first_row, first_column, width, TILES: tl.constexpr):
     """hidden[first_row :] weight[first_column :]^T, (BLOCK_M, BLOCK_V) float32."""
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_V: tl.constexpr = TILES.block_v
-    BLOCK_H: tl.constexpr = TILES.block_h
-    width = head.width
     tl.assume(width > 0)  # or the flattened loop gets a second copy of the epilogue, for tiles without a product
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    if TILES.tma:
-        for first in range(0, width, BLOCK_H):
-            h = hidden.load([first_row, first])
-            w = weight.load([first_column, first])
-            acc = tl.dot(h, w.T, acc, input_precision="ieee")
-    else:
-        rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), count - 1).to(tl.int64)
-        columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), head.vocab - 1).to(tl.int64)
-        inner = tl.arange(0, BLOCK_H)
-        h_at = hidden + rows[:, None] * head.hidden_row_stride + inner[None, :]
-        w_at = weight + columns[None, :] * head.weight_row_stride + inner[:, None]
-        for first in range(0, width, BLOCK_H):
-            if TILES.even_h:
-                h = tl.load(h_at + first)
-                w = tl.load(w_at + first)
-            else:
-                left = first + inner < width
-                h = tl.load(h_at + first, mask=left[None, :], other=0.0)
-                w = tl.load(w_at + first, mask=left[:, None], other=0.0)
-            acc = tl.dot(h, w, acc, input_precision="ieee")
+    for first in range(0, width, TILES.block_h):
+        h = hidden.load([first_row, first])
+        w = weight.load([first_column, first])
+        acc = tl.dot(h, w.T, acc, input_precision="ieee")
     return acc
 
 
@@ -197,7 +176,7 @@ class Product(NamedTuple):
 
     grid: tuple[int, int]  # token tiles, parts
     hidden: Tensor
-    operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]
+    operands: tuple[TensorDescriptor, TensorDescriptor]
     head: Head
     per_part: int
     group: int  # token tiles whose hidden states stay in the L2 cache
@@ -212,29 +191,18 @@ def head_of(hidden: Tensor, chunk: HeadChunk) -> Head:
 
 def prepare(kernel: str, chunk: HeadChunk) -> Product:
     """Launch arguments of `kernel`, from its entry in the launch table. 16-bit inputs: others have no tensor cores."""
-    hidden, weight = contiguous_rows(chunk.hidden), chunk.weight
+    hidden, weight = rows_for_tma(chunk.hidden), chunk.weight
     (count, width), vocab = hidden.shape, weight.shape[0]
     launch = matmul_launch(kernel, hidden.device, width, vocab, hidden.dtype)
     token_tiles, tiles = triton.cdiv(count, launch.block_m), triton.cdiv(vocab, launch.block_v)
     per_part = tiles_per_part(launch, hidden.device, tiles)
     group = max(1, GROUP_BYTES // (launch.block_m * width * hidden.element_size()))
-    tma = launch.tma and _describable(hidden) and _describable(weight)
-    operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = hidden, weight
-    if tma:
-        operands = (
-            TensorDescriptor.from_tensor(hidden, [launch.block_m, launch.block_h]),
-            TensorDescriptor.from_tensor(weight, [launch.block_v, launch.block_h]),
-        )
-    compiled = Tiles(
-        chunk.transform.softcap != 0.0, tma, width % launch.block_h == 0, vocab % launch.block_v == 0,
-        launch.block_m, launch.block_v, launch.block_h,
-    )  # fmt: skip
+    operands = (
+        TensorDescriptor.from_tensor(hidden, [launch.block_m, launch.block_h]),
+        TensorDescriptor.from_tensor(weight, [launch.block_v, launch.block_h]),
+    )
+    is_even = vocab % launch.block_v == 0
+    compiled = Tiles(chunk.transform.softcap != 0.0, is_even, launch.block_m, launch.block_v, launch.block_h)
     grid = token_tiles, triton.cdiv(tiles, per_part)
     options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
     return Product(grid, hidden, operands, head_of(hidden, chunk), per_part, group, compiled, options)
-
-
-def _describable(x: Tensor) -> bool:
-    """What the tensor memory accelerator asks of a matrix."""
-    row_stride = x.stride(0) * x.element_size()
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and row_stride % 16 == 0 and x.stride(0) >= x.shape[1]

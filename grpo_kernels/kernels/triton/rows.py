@@ -403,7 +403,7 @@ def row_options(chunk: LogitChunk, out: Tensor | None = None) -> tuple[tuple[int
     """(grid, what is compiled in) of a kernel that writes rows of `out`."""
     logits, softcap = chunk.logits, chunk.transform.softcap
     count, vocab = logits.shape
-    launch = row_launch("rows", logits.device, vocab, logits.dtype)
+    launch = row_launch(logits.device, vocab, logits.dtype)
     overlap = out is not None and out.data_ptr() == logits.data_ptr() and out.dtype != logits.dtype
     options = RowOptions(softcap != 0.0, vocab % GROUP.value != 0, launch.rows, launch.block, overlap)
     if chunk.teacher is not None:

@@ -46,7 +46,7 @@ class Progress(NamedTuple):
 
 @triton.jit
 def mixed(x):
-    """Of 32 bits, as murmur3 ends; csrc/sparse_rules.h."""
+    """Of 32 bits, as murmur3 ends; csrc/cpu/sparse.cpp."""
     x += 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -55,7 +55,7 @@ def mixed(x):
 
 @triton.jit
 def start_of_sum(token, lse, first_id):
-    """Where the running sums of tokens begin; csrc/sparse_rules.h."""
+    """Where the running sums of tokens begin; csrc/cpu/sparse.cpp."""
     bits = lse.to(tl.float32).to(tl.uint32, bitcast=True)
     word = mixed(mixed(mixed(token.to(tl.uint32)) + bits) + first_id.to(tl.uint32))
     return (word >> 1).to(tl.int64)

@@ -1,7 +1,7 @@
 """Rewards from the text of a completion, 1.0 or 0.0: one right answer, or the form. A completion has to commit itself:
-one that names several answers gets 0, but for `last_number`.
+one that names several answers gets 0, but for `last_number`. And the penalty of long completions.
 
-All patterns are linear.
+All patterns are linear, but for a user's own (`pattern`), for which a worker reads this file without the package.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 TAGS = "<think>", "</think>", "<answer>", "</answer>"
 WITHOUT_TAGS = r"(?:(?!</?think>|</?answer>).)*"
-# Each tag once, in order, with only blanks around the blocks. The first may be missing: chat templates of thinking
-# models write it at the end of the prompt.
-FORM = re.compile(rf"\s*(?:<think>)?{WITHOUT_TAGS}</think>\s*<answer>{WITHOUT_TAGS}</answer>\s*", re.DOTALL)
+# Each tag once, in order, with only blanks around the blocks.
+FORM = re.compile(rf"\s*<think>{WITHOUT_TAGS}</think>\s*<answer>{WITHOUT_TAGS}</answer>\s*", re.DOTALL)
 
 
 def text_of(completion: Any) -> str:
@@ -106,6 +105,41 @@ def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     return [float(any(number_in(x.group()) == gold_number(right) for x in last)) for last, right in pairs]
 
 
-def format(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1 if the whole completion has the form."""
-    return [float(bool(FORM.fullmatch(text_of(completion)))) for completion in completions]
+def format(completions: Sequence[Any], prompts: Sequence[Any], opens: bool = False, **_: Any) -> list[float]:
+    """1 if the whole completion has the form, behind a first tag that its prompt may end with. opens: whether the chat
+    template ends prompts with that tag; a prompt that a completion continues ends as it is."""
+    scores = []
+    for completion, prompt in zip(completions, prompts, strict=True):
+        continued = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
+        begun = text_of(prompt).rstrip().endswith(TAGS[0]) if continued else opens
+        scores.append(float(bool(FORM.fullmatch(TAGS[0] * begun + text_of(completion)))))
+    return scores
+
+
+def pattern(completions: Sequence[Any], value: re.Pattern[str], **_: Any) -> list[float]:
+    """1 if the whole completion, blanks around it apart, matches the regular expression."""
+    return [float(bool(value.fullmatch(text_of(completion).strip()))) for completion in completions]
+
+
+def soft_overlong(completion_ids: Sequence[Sequence[int]], value: int, max_length: int, **_: Any) -> list[float]:
+    """DAPO's penalty of long completions (arXiv:2503.14476, equation 13): from 0 to -1 over the last `value` tokens
+    before max_length."""
+    return [-min(max(0.0, (len(ids) - max_length + value) / value), 1.0) for ids in completion_ids]
+
+
+# ---- the values of "name=value", from their text; they raise ValueError ----------------------------------------------
+
+
+def compiled(text: str, max_length: int) -> re.Pattern[str]:
+    """Of `pattern`: "." is any character."""
+    try:
+        return re.compile(text, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is no regular expression: {error}") from None
+
+
+def tokens(text: str, max_length: int) -> int:
+    """Of `soft_overlong`."""
+    if not (text.isdecimal() and 1 <= int(text) <= max_length):
+        raise ValueError(f"expected a number of tokens, 1 to max_completion_length={max_length}")
+    return int(text)

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import RunError
+from ..data import MOST_LEVELS, is_flat
 from . import answers
 from .answers import TAGS
-from .worker import Result, Worker, call, find
+from .worker import Result, Worker, call, find, importable_name
 
 NAN = float("nan")
 LARGEST = torch.finfo(torch.float32).max  # rewards become float32
@@ -24,13 +25,25 @@ GOLDEN_RATIO = 0.618034
 MOST_LATE = 8
 # What functions get beside the columns.
 GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-# Each with what raises ValueError for a row's answer that it cannot read.
-BUILT_IN: dict[str, tuple[Callable[..., list[float]], Callable[[Any], object] | None]] = {
-    "exact_answer": (answers.exact_answer, answers.gold_text),
-    "arithmetic": (answers.exact_answer, answers.gold_text),  # by the name of the generated task
-    "gsm8k": (answers.gsm8k, answers.gold_number),
-    "last_number": (answers.last_number, answers.gold_number),
-    "format": (answers.format, None),
+
+
+class BuiltIn(NamedTuple):
+    """check: raises ValueError for a row's answer that the function cannot read. read: from the text behind "name=" and
+    max_completion_length to the value that the function gets; raises ValueError."""
+
+    function: Callable[..., list[float]]
+    check: Callable[[Any], object] | None = None
+    read: Callable[[str, int], Any] | None = None
+
+
+BUILT_IN = {
+    "exact_answer": BuiltIn(answers.exact_answer, answers.gold_text),
+    "arithmetic": BuiltIn(answers.exact_answer, answers.gold_text),  # by the name of the generated task
+    "gsm8k": BuiltIn(answers.gsm8k, answers.gold_number),
+    "last_number": BuiltIn(answers.last_number, answers.gold_number),
+    "format": BuiltIn(answers.format),
+    "pattern": BuiltIn(answers.pattern, read=answers.compiled),
+    "soft_overlong": BuiltIn(answers.soft_overlong, read=answers.tokens),
 }
 
 
@@ -79,24 +92,34 @@ class Value(NamedTuple):
 class Function:
     """A reward function by its name: in this process, or in a worker if it is the user's and there is a time limit."""
 
-    def __init__(self, spec: str | Callable[..., Any], timeout: float | None) -> None:
+    def __init__(self, spec: str | Callable[..., Any], timeout: float | None, max_length: int) -> None:
+        self.constants: dict[str, Any] = {}
         self.check_answer: Callable[[Any], object] | None = None
-        self.worker: Worker | None = None
+        in_worker = ""
+        name, _, value = str(spec).partition("=")
         if callable(spec):
             self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
-        elif spec in BUILT_IN:
-            self.name, (self.function, self.check_answer) = spec, BUILT_IN[spec]
+            in_worker = "" if timeout is None else importable_name(spec)
+        elif name in BUILT_IN:
+            self.name, (self.function, self.check_answer, read) = name, BUILT_IN[name]
+            try:
+                if bool(value) != bool(read):
+                    raise ValueError(f"expected {name}{'=VALUE' if read else ''}")
+                self.constants = {"value": read(value, max_length), "max_length": max_length} if read else {}
+            except ValueError as error:
+                raise ValueError(f"reward {spec!r}: {error}") from None
+            in_worker = f"{answers.__file__}:pattern" if name == "pattern" else ""  # some text may take it forever
         elif ":" in spec or "." in spec:
-            self.name, self.function = spec.replace(":", ".").rpartition(".")[2], find(spec)
-            self.worker = None if timeout is None else Worker(spec, timeout)
+            self.name, self.function, in_worker = spec.replace(":", ".").rpartition(".")[2], find(spec), spec
         else:
             expected = f"one of {', '.join(BUILT_IN)}, module:function or path/file.py:function"
             raise ValueError(f"reward {spec!r} is none of the built-in ones; expected {expected}")
+        self.worker = Worker(in_worker, timeout) if in_worker and timeout is not None else None
 
     def call(self, given: dict[str, Any]) -> Result:
         """Calls it with copies: what it changes in its arguments is not changed for others, who train on them."""
         try:
-            arguments = pickle.dumps(given)
+            arguments = pickle.dumps(given | self.constants)
             return self.worker.call(arguments) if self.worker else call(self.function, pickle.loads(arguments))
         except Exception as error:  # of what a column holds, or of a process that cannot start again
             raise RunError(f"reward {self.name!r} cannot be called: {type(error).__name__}: {error}") from error
@@ -131,7 +154,7 @@ class Function:
             numbers = [float(number) for number in numbers]
         except (TypeError, ValueError, OverflowError):
             expected = "a number, None, or a number for each of its steps"
-            raise self.returned(f"{item!r:.80} for a completion", expected) from None
+            raise self.returned(f"{_shown(item)} for a completion", expected) from None
         if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
             return Value(NAN, error=(f"reward {self.name!r} returned {item!r:.80}",) * 2)
         return Value(sum(numbers), numbers if has_steps else None)
@@ -149,23 +172,26 @@ class Rewards:
             log_extra, **columns) -> list of float, None, or list of float (rewards of steps); async functions as well.
             None: the function does not apply to this completion. NaN, infinity or an exception: it stays unscored.
         weights: of the functions, 1 by default.
-        timeout: seconds of CPU time for a call of a function given by its module, which then runs in a process of its
-            own. A call that takes longer or raises is repeated for each completion alone, to find those that fail.
+        timeout: seconds of CPU time for a call of a function of the user's, which then runs in a process of its own,
+            which has to be able to import it. A call that takes longer or raises is repeated for each completion alone,
+            to find those that fail.
+        max_length: max_completion_length, which soft_overlong reads.
 
     Raises:
         ValueError: an unknown function, two of the same name, weights that do not fit.
     """
 
     def __init__(
-        self, specs: Sequence[Any], weights: Sequence[float] | None = None, *, timeout: float | None = None
-    ) -> None:
+        self, specs: Sequence[Any], weights: Sequence[float] | None = None, *, timeout: float | None = None,
+        max_length: int = 0,
+    ) -> None:  # fmt: skip
         if timeout is not None and not 0 < timeout < math.inf:
             raise ValueError(f"reward timeout is {timeout!r}, expected seconds above 0")
         self.weights = [1.0] * len(specs) if weights is None else list(weights)
         if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
             expected = f"one finite number for each of {len(specs)} functions"
             raise ValueError(f"reward_weights is {weights!r}, expected {expected}")
-        self.functions = [Function(spec, timeout) for spec in specs]
+        self.functions = [Function(spec, timeout, max_length) for spec in specs]
         self.names = [function.name for function in self.functions]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
@@ -182,7 +208,7 @@ class Rewards:
         for function in self.functions:
             for p in inspect.signature(function.function).parameters.values():
                 needed = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-                if needed and p.name not in columns.keys() | GIVEN:
+                if needed and p.name not in columns.keys() | GIVEN | function.constants.keys():
                     there = ", ".join(columns) or "none"
                     raise ValueError(f"reward {function.name!r} reads the column {p.name!r}; there are: {there}")
             for row, answer in enumerate(columns.get("answer", ()) if function.check_answer else ()):
@@ -191,17 +217,25 @@ class Rewards:
                 except ValueError as error:
                     raise ValueError(f"row {row}, reward {function.name!r}: {error}") from None
 
-    def check_tags(self, tokenizer: Any) -> None:
-        """Raises ValueError where the built-in reward "format" would be 0 for every completion: the tokenizer has no
-        ordinary tokens for its tags, and the text that rewards get lacks them."""
-        if not any(function.name == "format" for function in self.functions):
-            return
-        ids = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in TAGS}
-        if lost := [tag for tag in TAGS if tag not in tokenizer.decode(ids[tag], skip_special_tokens=True)]:
-            raise ValueError(
-                "reward 'format' would be 0 for every completion: the text that rewards get never has "
-                f"{', '.join(lost)}, for which the tokenizer has special tokens, or none"
-            )
+    def check_form(self, tokenizer: Any, prompts: Sequence[Any]) -> None:
+        """Tells "format" whether the chat template ends `prompts` (of data.py) with its first tag.
+
+        Raises:
+            ValueError: it would be 0 for every completion: the text that rewards get lacks its tags, for which the
+                tokenizer has no ordinary tokens.
+        """
+        for function in self.functions:
+            if function.function is not answers.format:
+                continue
+            ids = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in TAGS}
+            if lost := [tag for tag in TAGS if tag not in tokenizer.decode(ids[tag], skip_special_tokens=True)]:
+                raise ValueError(
+                    "reward 'format' would be 0 for every completion: the text that rewards get never has "
+                    f"{', '.join(lost)}, for which the tokenizer has special tokens, or none"
+                )
+            chats = (p for p in prompts if not isinstance(p.prompt, str) and p.prompt[-1]["role"] != "assistant")
+            first = next((tokenizer.decode(p.ids) for p in chats), "")
+            function.constants["opens"] = first.rstrip().endswith(TAGS[0])
 
     def score(
         self,
@@ -262,6 +296,13 @@ class Rewards:
         return found
 
 
+def _shown(item: Any) -> str:
+    try:
+        return f"{item!r:.80}"
+    except Exception:  # of an int of 5,000 digits, say
+        return f"a {type(item).__name__} that cannot be shown"
+
+
 def _log(results: list[Result], count: int, batch: RewardBatch) -> None:
     """What functions gave to log_metric and log_extra, of one call or of one for each completion."""
     for name in dict.fromkeys(name for result in results for name in result.metrics):
@@ -270,6 +311,7 @@ def _log(results: list[Result], count: int, batch: RewardBatch) -> None:
     nothing = [None] * (count // len(results))
     for column in dict.fromkeys(column for result in results for column in result.extra):
         values = [value for result in results for value in result.extra.get(column, nothing)]
-        if len(values) != count:
-            raise RunError(f"log_extra({column!r}) got {len(values)} values, expected {count}")
+        if len(values) != count or not is_flat(values):
+            expected = f"{count}, of at most {MOST_LEVELS} levels of lists and objects"
+            raise RunError(f"log_extra({column!r}) got {len(values)} values; expected {expected}")
         batch.extra[column] = values

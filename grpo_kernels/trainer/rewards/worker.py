@@ -22,6 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from ctypes import CDLL
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -81,8 +82,30 @@ def from_file(path: Path) -> Any:
         assert spec is not None and spec.loader is not None  # of a name that ends with .py
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # where a dataclass of the file looks for it
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:  # a notebook calls again with a file that was mended
+            del sys.modules[name]
+            raise
     return sys.modules[name]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Returns "module:function"."""
+    kind: Any = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def importable_name(function: Callable[..., Any]) -> str:
+    """Returns the name by which another process can `find` a function; raises ValueError where there is none."""
+    name = name_of(function)
+    try:
+        importable = not name.startswith("__main__:") and find(name) is function
+    except ValueError:
+        importable = False
+    if not importable:
+        raise ValueError(f"reward_timeout with {name}, which no process can import; expected a function of a module")
+    return name
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
@@ -99,10 +122,12 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
         value = function(**arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0:
+        # An array of one number has __iter__, which raises.
+        if hasattr(value, "__iter__") and not isinstance(value, (str, bytes, dict)) and getattr(value, "ndim", 1) > 0:
+            items = list(value)
             # Arrays of numpy or torch. Those of (B, 1), as reward models give them, are a number each, not a step each.
-            one_each = all(math.prod(x.shape) == 1 for x in value if hasattr(x, "shape"))
-            value = [(x.item() if one_each else x.tolist()) if hasattr(x, "shape") else x for x in value]
+            one_each = all(math.prod(x.shape) == 1 for x in items if hasattr(x, "shape"))
+            value = [(x.item() if one_each else x.tolist()) if hasattr(x, "shape") else x for x in items]
     except (Exception, SystemExit) as error:
         return failed(f"{type(error).__name__}: {error}")
     return Result(value, metrics, extra)
@@ -113,6 +138,8 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
 
 def serve(trainer: Connection) -> None:
     """Answers each call, in the process, until the trainer closes the connection or ends."""
+    if sys.platform == "linux":
+        CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: in the middle of a call as well
 
     def send(result: Result) -> None:
         try:

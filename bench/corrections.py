@@ -1,0 +1,174 @@
+"""What corrections between sampling engine and policy cost: bias and noise of the policy gradient of a toy.
+
+    OMP_NUM_THREADS=1 python bench/corrections.py [--sequences 400000] [--output bench/results/corrections/cpu.json]
+
+The policy is a Markov chain over 8 tokens, P = softmax(Z). The reward of a completion is its share of token 0, and
+its advantage the reward less the engine's expectation of it, as in a large group of GRPO. The gradient of the
+policy's expectation by Z is known exactly. The engine samples from softmax(Z + noise). Of the estimator g = w A d log
+p / d Z: bias, |E g - exact| / |exact|, without what its standard error explains; cosine, of E g and exact; noise, its
+variance over that of samples from the policy itself: how many times as many completions it takes. The weights of
+whole sequences without a bound are exact: where the difference to their estimates has the smaller standard error, its
+mean is taken for the bias.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import rejection_mask, rollout_weights
+
+TOKENS, BATCH = 8, 5000
+Weights = Callable[[Tensor, Tensor, Tensor], Tensor]  # of old and rollout log-probabilities (B, T) and advantages (B,)
+
+
+def weighted(rejects: dict[str, Any] | None = None, **options: Any) -> Weights:
+    def weights(old: Tensor, sampled: Tensor, advantage: Tensor) -> Tensor:
+        found = rollout_weights(old, sampled, **options).view(len(old), -1)
+        return found if rejects is None else found * rejection_mask(old, sampled, rejects)
+
+    return weights
+
+
+def dppo(old: Tensor, sampled: Tensor, advantage: Tensor) -> Tensor:
+    """The ratio, but for tokens whose probability has moved by more than 0.2 to where the advantage pushes it."""
+    moved = (old.exp() - sampled.exp()) * torch.where(advantage > 0, 1.0, -1.0)[:, None]
+    return torch.where(moved > 0.2, 0.0, (old - sampled).exp())
+
+
+PRODUCT: dict[str, Any] = dict(level="sequence_sum")
+EXACT = "sequence, no bound"
+WEIGHTS: dict[str, Weights] = {
+    "none": lambda old, sampled, advantage: torch.ones_like(old),
+    EXACT: weighted(**PRODUCT, cap=1e30),
+    "sequence, at most 2": weighted(**PRODUCT, cap=2.0),
+    "sequence, at most 2, batch-normalised": weighted(**PRODUCT, cap=2.0, batch_normalize=True),
+    "sequence, 0 above 3": weighted(**PRODUCT, mode="mask", low=0.0, cap=3.0),
+    "token, at most 2": weighted(cap=2.0),
+    "token, 0 outside [0.5, 5]": weighted(mode="mask", low=0.5, cap=5.0),
+    "token, DPPO's mask at 0.2": dppo,
+    "token, at most 2; seq_mean_k3 to 0.01": weighted({"seq_mean_k3": 0.01}, cap=2.0),
+    "token, at most 2; seq_mean_k1 in [0.99, 1.01]": weighted({"seq_mean_k1": (0.99, 1.01)}, cap=2.0),
+    "token, at most 2; seq_mean_binary_kl to 0.005": weighted({"seq_mean_binary_kl": 5e-3}, cap=2.0),
+}
+
+
+def exact(z: Tensor, length: int) -> tuple[float, Tensor]:
+    """Returns the expected reward and its gradient by the logits (64,); the first state is uniform."""
+    z = z.clone().requires_grad_()
+    at, total = torch.full((TOKENS,), 1 / TOKENS, dtype=z.dtype), torch.zeros((), dtype=z.dtype)
+    for _ in range(length):
+        at = at @ z.softmax(1)
+        total = total + at[0] / length
+    (gradient,) = torch.autograd.grad(total, z)
+    return total.item(), gradient.flatten()
+
+
+def sample(p: Tensor, length: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Returns states and tokens (BATCH, length)."""
+    path, ends = [torch.randint(TOKENS, (BATCH,), generator=g)], p.cumsum(1)
+    for _ in range(length):
+        above = torch.rand(BATCH, 1, generator=g, dtype=p.dtype) > ends[path[-1]]
+        path.append(above.sum(1).clamp(max=TOKENS - 1))
+    return torch.stack(path[:-1], 1), torch.stack(path[1:], 1)
+
+
+def estimates(p: Tensor, states: Tensor, tokens: Tensor, w: Tensor) -> Tensor:
+    """Returns w d log p / d Z of each completion, (BATCH, 64)."""
+    taken = w.new_zeros(len(w), TOKENS**2).scatter_add_(1, states * TOKENS + tokens, w)
+    visits = w.new_zeros(len(w), TOKENS).scatter_add_(1, states, w)
+    return taken - (visits[:, :, None] * p).flatten(1)
+
+
+class Moments:
+    def __init__(self) -> None:
+        self.total, self.square, self.count = torch.zeros(TOKENS**2, dtype=torch.float64), 0.0, 0
+
+    def add(self, x: Tensor) -> None:
+        self.total = self.total + x.sum(0)
+        self.square += x.square().sum().item()
+        self.count += len(x)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.count
+
+    @property
+    def variance(self) -> float:
+        return self.square / self.count - self.mean.square().sum().item()
+
+
+def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, float]]:
+    g = torch.Generator().manual_seed(0)
+    z, noise = torch.randn(2, TOKENS, TOKENS, generator=g, dtype=torch.float64)
+    p, engine = z.softmax(1), (z + spread * noise).softmax(1)
+    (own_baseline, gradient), (baseline, _) = exact(z, length), exact(z + spread * noise, length)
+    own, plain, paired = Moments(), {n: Moments() for n in WEIGHTS}, {n: Moments() for n in WEIGHTS}
+    numbers: dict[str, list[Tensor]] = {name: [] for name in WEIGHTS}  # of weights: mean, mean square, share of zeros
+    gap = 0.0
+    for _ in range(sequences // BATCH):
+        states, tokens = sample(p, length, g)
+        advantage = (tokens == 0).double().mean(1) - own_baseline
+        own.add(estimates(p, states, tokens, advantage[:, None].expand_as(states)))
+        states, tokens = sample(engine, length, g)
+        old, sampled = (x.log()[states, tokens] for x in (p, engine))
+        advantage, found = (tokens == 0).double().mean(1) - baseline, {}
+        for name, weights in WEIGHTS.items():
+            w = weights(old, sampled, advantage).expand_as(old)
+            found[name] = estimates(p, states, tokens, w * advantage[:, None])
+            numbers[name].append(torch.stack([w.mean(), w.square().mean(), (w == 0).double().mean()]))
+        for name, x in found.items():
+            plain[name].add(x)
+            paired[name].add(x - found[EXACT])
+        gap += (old - sampled).abs().mean().item() * BATCH / sequences
+    rows = {"engine": {"mean_difference": gap}}
+    for name in WEIGHTS:
+        ways = [((plain[name].mean - gradient), plain[name]), (paired[name].mean, paired[name])]
+        bias, moments = min(ways, key=lambda way: way[1].variance) if name != EXACT else ways[0]
+        mean, square, zeros = torch.stack(numbers[name]).mean(0).tolist()
+        size, error = gradient.norm().item(), (moments.variance / moments.count) ** 0.5
+        rows[name] = {
+            "bias": max(bias.square().sum().item() - error**2, 0.0) ** 0.5 / size,
+            "error": error / size,
+            "cosine": torch.cosine_similarity(gradient + bias, gradient, dim=0).item(),
+            "noise": plain[name].variance / own.variance,
+            "effective_sample": mean * mean / square if square else 0.0,
+            "zeros": zeros,
+        }
+    return rows
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    heads = [f"{c['length']} tokens, {c['rows']['engine']['mean_difference']:.3f} nats" for c in cases]
+    lines = ["| weights | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name in WEIGHTS:
+        rows = [case["rows"][name] for case in cases]
+        cells = [f"{x['bias']:.1%}, {x['cosine']:.3f}, {x['noise']:.2g}" for x in rows]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=400_000)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    cases = [
+        {"length": length, "spread": spread, "rows": measure(length, spread, given.sequences)}
+        for length, spread in ((256, 0.02), (256, 0.1), (16, 0.3), (256, 0.3))
+    ]
+    print(table(cases))
+    if given.output:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        found = {"sequences": given.sequences, "torch": torch.__version__, "cases": cases}
+        given.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What K ids per token cost at SmolLM2's head: a step with a teacher on the policy's likeliest ids over one without, K
+log-probabilities over one, finding K ids over scoring. Rounds are interleaved in one process; medians of wall time, and
+of processor time, which other work on the machine stretches less.
+
+    OMP_NUM_THREADS=1 python bench/top_k_step.py bench/results/steps/top-k.json
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import grpo_kernels as gk
+from grpo_kernels.benchmarks.machine import environment, write
+
+TOKENS, WIDTH, VOCAB, K, ROUNDS = 1024, 576, 49152, 100, 9
+# Before the first run: of a token's 2 ms in one thread the search takes 0.1, gathers and O(K) arithmetic 0.06; the
+# normaliser is a fourth product, and "tail" takes the row's statistics twice.
+PREDICTED = {"renormalize": 1.08, "truncate": 1.42, "tail": 1.45, "K log-probabilities": 1.03, "top K": 1.2}
+BASES = {"K log-probabilities": "one log-probability", "top K": "scoring"}
+
+
+def steps() -> dict[str, Callable[[], Any]]:
+    g = torch.Generator().manual_seed(0)
+    shape = 8, TOKENS // 8
+    hidden, of_teacher = torch.randn((2, *shape, WIDTH), generator=g)
+    weight, other = torch.randn((2, VOCAB, WIDTH), generator=g) * 2 / WIDTH**0.5
+    several, advantages = torch.randint(VOCAB, (*shape, K), generator=g), torch.randn(8, generator=g)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    config = gk.GRPOConfig(distill_coef=0.5)
+
+    def loss(**of_ids: Any) -> None:
+        given = {"teacher": gk.Teacher(of_teacher, other, **of_ids), "config": config} if of_ids else {}
+        torch.autograd.grad(gk.fused_grpo_loss(*leaves, several[..., 0], advantages, **given).loss, leaves)
+
+    def logps(ids: torch.Tensor) -> None:
+        torch.autograd.grad(gk.fused_logps(*leaves, ids)[0].sum(), leaves)
+
+    found: dict[str, Callable[[], Any]] = {"no teacher": loss, "whole vocabulary": lambda: loss(top_k=None)}
+    for mode in ("renormalize", "truncate", "tail"):
+        found[mode] = lambda mode=mode: loss(top_k=K, mode=mode)  # type: ignore[misc]
+    found["one log-probability"] = lambda: logps(several[..., 0])
+    found["K log-probabilities"] = lambda: logps(several)
+    found["scoring"] = torch.no_grad()(lambda: gk.fused_logps(*leaves, several[..., 0]))
+    found["top K"] = lambda: gk.fused_top_k(*leaves, K)
+    return found
+
+
+def main(output: Path) -> None:
+    runs = steps()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for i in range(ROUNDS + 1):
+        for name in [*runs][i % len(runs) :] + [*runs][: i % len(runs)]:
+            begin = time.perf_counter(), time.process_time()
+            runs[name]()
+            if i:  # the first warms up
+                times[name].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+    medians = {name: [statistics.median(x) for x in zip(*all_of_it, strict=True)] for name, all_of_it in times.items()}
+    found = {}
+    for name, (wall, processor) in medians.items():
+        base = BASES.get(name, name if name in BASES.values() else "no teacher")
+        ratios = {"ratio": wall / medians[base][0], "processor_ratio": processor / medians[base][1]}
+        found[name] = {"base": base, **ratios, "predicted": PREDICTED.get(name), "seconds": wall, "times": times[name]}
+        print(f"{name:20} {wall:7.3f} s, of {base}: {ratios['ratio']:.3f}, processor {ratios['processor_ratio']:.3f}")
+    case = {"tokens": TOKENS, "hidden_size": WIDTH, "vocab_size": VOCAB, "k": K, "dtype": "float32"}
+    write(output, {"environment": environment(torch.device("cpu")), "case": case, "steps": found})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

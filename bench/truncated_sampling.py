@@ -1,0 +1,191 @@
+"""Truncated sampling: what an engine's rounding changes of the kept ids, and what TRL's trainer learns over them.
+
+    python bench/truncated_sampling.py rounding    SmolLM2-135M-Instruct, which `make demo-chat` installs: ten minutes
+    python bench/truncated_sampling.py learning    a model of 140,000 parameters learns the times table: ten minutes
+
+Results go to bench/results/truncated; `make figures` draws the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import SamplingMask, fused_logps, sampling_support
+from grpo_kernels.benchmarks.machine import environment, write
+from grpo_kernels.head.truncation import Truncation, truncate
+from grpo_kernels.trainer.arguments import TrainArguments
+from grpo_kernels.trainer.sampling import generate
+
+RESULTS = Path(__file__).resolve().parent / "results" / "truncated"
+
+
+# --- an engine that rounds --------------------------------------------------------------------------------------------
+
+RULES = {
+    "top_k 20": dict(top_k=20), "top_p 0.9": dict(top_p=0.9), "top_k 50, top_p 0.9": dict(top_k=50, top_p=0.9),
+    "min_p 0.05": dict(min_p=0.05),
+}  # fmt: skip
+WORDS = ["sea", "war", "tea", "sun", "gold", "law", "rain", "time", "snow", "fish", "bread", "milk"]
+
+
+@torch.no_grad()
+def rounding() -> dict[str, Any]:
+    """Engines sample the next token of given texts, a float32 trainer scores it. One engine rounds only the logits to
+    bfloat16, the other computes all in it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from grpo_kernels.trainer.demo import smollm2
+
+    folder = smollm2()
+    lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [[{"role": "user", "content": f"Write a short story about {word}."}] for word in WORDS]
+    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+    torch.manual_seed(0)
+    options = dict(ends=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
+    texts = generate(lm, prompts, TrainArguments(max_completion_length=128), **options)
+
+    def states(model: Any) -> Tensor:
+        rows = [
+            model.model(torch.tensor([p + t.ids])).last_hidden_state[0, len(p) - 1 : -1]
+            for p, t in zip(prompts, texts, strict=True)
+        ]
+        return torch.cat(rows)
+
+    hidden, weight = states(lm), lm.get_output_embeddings().weight.clone()
+    engines = {"bfloat16 logits": (hidden @ weight.T).bfloat16().float()}
+    engines["bfloat16 model"] = (states(lm.bfloat16()) @ weight.bfloat16().T).float()
+    found: dict[str, Any] = {"tokens": len(hidden)}
+    for engine, z in engines.items():
+        found[engine] = {name: compared(hidden, weight, z, rule) for name, rule in RULES.items()}
+    return found
+
+
+def compared(hidden: Tensor, weight: Tensor, z: Tensor, rule: dict[str, Any]) -> dict[str, Any]:
+    """Of an engine's logits z (N, V): how its kept ids differ, and the ratio trainer / engine over sets of ids."""
+    theirs, ours = (truncate(x, Truncation(**rule)) for x in (z, hidden @ weight.T))
+    processed = z.masked_fill(~theirs, -torch.inf).log_softmax(1)
+    ids = torch.multinomial(processed.exp(), 1)
+    own = sampling_support(hidden, weight, ids[:, 0], **rule)
+    engine = SamplingMask(theirs.nonzero()[:, 1].int(), theirs.sum(1))
+    found: dict[str, Any] = {
+        "kept ids": mean(theirs.sum(1)),
+        "tokens with other ids": mean((ours != theirs).any(1)),
+        "sampled ids added": mean(own.added),
+    }
+    for name, mask in (("all", None), ("engine", engine), ("recomputed", own)):
+        logps, _ = fused_logps(hidden, weight, ids[:, 0], sampling_mask=mask)
+        off = (logps - processed.gather(1, ids)[:, 0]).exp() - 1
+        found[name] = {
+            "mean ratio": 1 + mean(off), "mean error": mean(off.abs()), "outside [0.9, 1.1]": mean(off.abs() > 0.1)
+        }  # fmt: skip
+    return found
+
+
+def mean(x: Tensor) -> float:
+    return x.double().mean().item()
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+VOCAB, TOP_K, STEPS, SEEDS = 256, 20, 150, 3
+DIGITS, TIMES, EQUALS, EOS, PAD = range(10), 10, 11, 12, 13
+PAIRS = [(a, b) for a in range(2, 10) for b in range(2, 10)]
+
+
+def learning() -> dict[str, Any]:
+    """An engine samples with top_k and returns log-probabilities over the ids that it kept, as vLLM does. TRL weighs
+    sequences by the ratio of the trainer's own to these, its default."""
+    return {"runs": {name: [run(name, seed) for seed in range(SEEDS)] for name in ("TRL", "FusedGRPOTrainer")}}
+
+
+def policy(seed: int) -> Any:
+    """A model that knows a little: 30 steps of supervised training."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2,
+        max_position_embeddings=16, pad_token_id=PAD, bos_token_id=None, eos_token_id=EOS,
+    )  # fmt: skip
+    lm = LlamaForCausalLM(config)
+    texts = torch.tensor([[a, TIMES, b, EQUALS, *answer(a, b), EOS] for a, b in PAIRS])
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=2e-3)
+    for _ in range(30):
+        lm(texts, labels=texts.masked_fill(torch.arange(7) < 4, -100)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lm
+
+
+def answer(a: int, b: int) -> list[int]:
+    return [a * b // 10, a * b % 10]
+
+
+def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The share of right digits, and of the end."""
+    found = []
+    for prompt, ids in zip(prompts, completion_ids, strict=True):
+        right = [*answer(int(prompt[0]), int(prompt[4])), EOS]
+        found.append(sum(x == y for x, y in zip(ids, right, strict=False)) / 3)
+    return found
+
+
+def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    ids = trainer.processing_class(prompts)["input_ids"]
+    lm = trainer.accelerator.unwrap_model(trainer.model)
+    arguments = TrainArguments(max_completion_length=3, top_k=TOP_K)
+    found = generate(lm, ids, arguments, ends=[EOS], pad_id=PAD)
+    logps = [x.logps.tolist() for x in found if x.logps is not None]
+    return {"prompt_ids": ids, "completion_ids": [x.ids for x in found], "logprobs": logps}
+
+
+def run(name: str, seed: int) -> dict[str, list[float]]:
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    words = Tokenizer(models.WordLevel({**{str(i): i for i in DIGITS}, "x": TIMES, "=": EQUALS, "<eos>": EOS,
+                                        "<pad>": PAD}, unk_token="<pad>"))  # fmt: skip
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    args = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=64, num_generations=8, max_steps=STEPS, seed=seed,
+        learning_rate=1e-3, lr_scheduler_type="constant", max_completion_length=3, top_k=TOP_K, logging_steps=1,
+        report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer: Any = (FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer)(
+        model=policy(seed), args=args, reward_funcs=reward, rollout_func=engine,
+        train_dataset=Dataset.from_dict({"prompt": [f"{a} x {b} =" for a, b in PAIRS]}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+    )  # fmt: skip
+    trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(sync_weights=lambda: None)
+    trainer._last_loaded_step = -1
+    trainer.train()
+    logged = ("reward", "sampling/importance_sampling_ratio/mean", "sampling/kept_mass")
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return {key: [round(float(entry[key]), 4) for entry in log] for key in logged if key in log[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("rounding", "learning"))
+    what = parser.parse_args().what
+    warnings.filterwarnings("ignore")
+    found = rounding() if what == "rounding" else learning()
+    write(RESULTS / f"{what}.json", {"environment": environment(torch.device("cpu")), **found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""K ids of each token: which are the likeliest, their log-probabilities, their entries of the gradient of the logits.
+
+A gradient that comes through K log-probabilities is, at any other id, p_j times one number of the token, so the row
+kernel gets that with d loss / d logp. The entries of the K ids, and that of the sampled id, are then written over,
+exact, from their logits: O(NK) in plain torch, on every backend, and no further product.
+
+With a slice of the vocabulary every rank has all K ids of a token. The logits that another rank has are summed over the
+ranks, 8 K bytes per token, and a rank writes the entries of its own columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..kernels.operations import Backend, LogitChunk, RowGradients, Statistics
+from ..kernels.torch.transform import transformed
+from .vocab_parallel import VocabSlice
+
+BLOCK = 32  # logits whose maximum torch takes with vector instructions on a CPU
+# Of the search for the likeliest: rows at a time on a CPU, where 32 of 49,152 logits stay in its caches (K = 100: 92 us
+# per row, 144 with all 512 of a chunk), and on a GPU copies of logits.
+CPU_ROWS, PIECE_ELEMENTS = 32, 2**22
+
+
+class KIdSlopes(NamedTuple):
+    """Of a sum over K ids: its derivative by z of these (C, K); by that of another id p_j outside + (share of j in the
+    rest) of_rest, (C,) each."""
+
+    inside: Tensor
+    outside: Tensor
+    of_rest: Tensor
+
+
+class Entries(NamedTuple):
+    """Logits of a chunk that are written over: where, which of the columns those are (None: all), and the gradient of
+    all columns (C, K + 1), the sampled one last."""
+
+    place: tuple[Tensor, Tensor]
+    here: Tensor | None
+    gradient: Tensor
+
+    def write(self, written: RowGradients) -> None:
+        """Behind the row kernel; what rounding takes from the sampled id's entry is that of the new one."""
+        dlogits, rounding_error = written
+        rounded = self.gradient.to(dlogits.dtype)
+        dlogits[self.place] = rounded if self.here is None else rounded[self.here]
+        if rounding_error is not None:
+            rounding_error.copy_((self.gradient - rounded.double())[:, -1])
+
+
+class KIds:
+    """K ids of each token of a call, and a sum over them that the loss has a gradient through.
+
+    ids: (N, K) int64 of the whole vocabulary, or how many of the likeliest to find. used (N, K) bool: other places
+    repeat the token's first id. rest: statistics without the K ids, where other ids' probabilities are relative to
+    them. weight (N,): d loss / d the sum.
+    """
+
+    weight: Tensor
+    rest: Statistics | None = None
+
+    def __init__(
+        self, ids: Tensor | int, stats: Statistics, vocab_size: int, vocab_slice: VocabSlice | None = None
+    ) -> None:
+        self.finds, self.vocab_size, self.vocab_slice = isinstance(ids, int), vocab_size, vocab_slice
+        self.ids = stats.lse.new_full((len(stats.lse), ids), -1, dtype=torch.int64) if isinstance(ids, int) else ids
+        self.used = torch.ones_like(self.ids[:1, :1], dtype=torch.bool).expand(self.ids.shape)
+
+    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> KIdSlopes:
+        """log_p (C, K)."""
+        raise NotImplementedError
+
+    def entries(
+        self, chunk: LogitChunk, sampled: Tensor, coefficients: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[LogitChunk, Tensor, Tensor, Entries]:
+        """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
+        entries). sampled (N,): ids of the whole vocabulary. coefficients (N,): these two and `weight`. To be called
+        before the gradient takes the place of the logits."""
+        rows, stats, sampled = chunk.rows, chunk.stats, chunk.rows.take(sampled)[:, None]
+        dlogp, dentropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
+        ids = torch.cat([rows.take(self.ids), sampled], 1)
+        log_p, chain = self._log_p(chunk, ids)
+        found = self._slopes(chunk, log_p[:, :-1])
+        p = log_p.exp()
+        log_rest = torch.zeros_like(log_p[:, :1])  # 0 where it is not needed, or there is no other id
+        if self.rest is not None:
+            log_rest = (rows.take(self.rest.lse) - rows.take(stats.lse))[:, None]
+            log_rest = torch.where(log_rest > -torch.inf, log_rest, 0.0)
+        outside, of_rest = found.outside[:, None], found.of_rest[:, None]
+        is_inside = (ids[:, :-1] == sampled) & rows.take(self.used)
+        inside = found.inside.gather(1, is_inside.int().argmax(1, keepdim=True))  # of the sampled id, if it is there
+        share = (log_p[:, -1:] - log_rest).exp()
+        of_sampled = torch.where(is_inside.any(1, keepdim=True), inside, p[:, -1:] * outside + share * of_rest)
+        slope = torch.where(weight != 0, weight * torch.cat([found.inside, of_sampled], 1), 0.0)
+        entropy = torch.where(dentropy != 0, rows.take(stats.entropy).double()[:, None], 0.0)
+        weighted_logp = torch.where(p == 0, 0.0, p * (log_p + entropy))
+        gradient = slope - dlogp * p - dentropy * weighted_logp + dlogp * (ids == sampled)
+        # The row kernel computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)); here lse is that of the rest, so
+        # the coefficients are times its mass, and H moves along.
+        mass = log_rest.exp()
+        g_others = mass * dlogp - torch.where(weight != 0, weight * (mass * outside + of_rest), 0.0)
+        lse, moved = rows.take(stats.lse)[:, None] + log_rest, rows.take(stats.entropy).double()[:, None] + log_rest
+        others = Statistics(*(x.clone() for x in stats))
+        at_logp, at_entropy = (x.clone() for x in coefficients[:2])
+        changed = (others.lse, lse), (others.entropy, moved), (at_logp, g_others), (at_entropy, mass * dentropy)
+        for kept, x in changed:
+            rows.put(kept, x.squeeze(1).to(kept.dtype))
+        place, here = self._places(ids)
+        return chunk._replace(stats=others), at_logp, at_entropy, Entries(place, here, gradient * chain)
+
+    # --- logits of K ids ------------------------------------------------------------------------------------------
+
+    def _columns(self, ids: Tensor) -> Tensor:
+        """Where the logits of ids are in their rows, -1 where another rank has them."""
+        return ids if self.vocab_slice is None else self.vocab_slice.local_ids(ids)
+
+    def _places(self, ids: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """Indices of ids (C, K) in the rows of a chunk's logits, and which of them are there; None: all."""
+        row, columns = torch.arange(len(ids), device=ids.device)[:, None], self._columns(ids)
+        if self.vocab_slice is None:
+            return (row, columns.clamp(0, self.vocab_size - 1)), None
+        here = columns >= 0
+        return (row.expand_as(ids)[here], columns[here]), here
+
+    def _log_p(self, chunk: LogitChunk, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, derivative of z by the logits, where they are here) of ids (C, K), in float64. NaN for
+        an id that is not in the vocabulary."""
+        columns = self._columns(ids).clamp(0, chunk.logits.shape[1] - 1)
+        temperature = chunk.rows.take(chunk.temperature)
+        bias = None if chunk.bias is None else chunk.bias[columns]
+        z, of_softcap = transformed(_of_columns(chunk.logits, columns).double(), bias, temperature, chunk.transform)
+        chain = chunk.transform.logit_scale / temperature.double()[:, None]
+        chain = chain if of_softcap is None else chain * of_softcap
+        return self._of_all_ranks(z, ids) - chunk.rows.take(chunk.stats.lse)[:, None], chain
+
+    def _of_all_ranks(self, z: Tensor, ids: Tensor) -> Tensor:
+        """z (C, K) of ids, of which a rank knows its own."""
+        if self.vocab_slice is not None:
+            z = torch.where(self._columns(ids) >= 0, z, 0.0)
+            self.vocab_slice.add_up(z)
+        return torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
+
+    def _likeliest(self, chunk: LogitChunk) -> Tensor:
+        """(C, K) the ids with the largest logits, in their order, ties by id."""
+        k, group = self.ids.shape[1], self.vocab_slice
+        own = top_k(chunk.logits, chunk.bias, min(k, chunk.logits.shape[1]))
+        if group is None:
+            return own
+        u = _of_columns(chunk.logits, own).to(chunk.stats.logp.dtype)
+        u = (u if chunk.bias is None else u + chunk.bias[own]).clamp(min=torch.finfo(u.dtype).min)
+        missing = 0, k - own.shape[1]  # places that a narrow slice does not fill come last, behind logits of -inf
+        u = group.gather(pad(u, missing, value=-torch.inf)).transpose(0, 1).flatten(1)
+        ids = group.gather(pad(own + group.first, missing)).transpose(0, 1).flatten(1)
+        return ids.gather(1, u.sort(dim=1, descending=True, stable=True).indices[:, :k])
+
+
+class KLogps(KIds):
+    """The log-probabilities of K ids, `logp` (N, K): their sum times g has d / dz_i = sum_j g_j ([i = j] - p_i)."""
+
+    def __init__(self, ids: Tensor | int, stats: Statistics, *of: Any) -> None:
+        super().__init__(ids, stats, *of)
+        self.logp = stats.logp.new_zeros(self.ids.shape)
+
+    def put(self, chunk: LogitChunk, backend: Backend) -> None:
+        """After the statistics of a chunk."""
+        if self.finds:
+            chunk.rows.put(self.ids, self._likeliest(chunk))
+        log_p, _ = self._log_p(chunk, chunk.rows.take(self.ids))
+        chunk.rows.put(self.logp, log_p.to(self.logp.dtype))
+
+    def clear(self, masked: Tensor) -> None:
+        """Padding (N,) bool was computed along with the rest: 0, and -1 for ids that were found."""
+        self.logp.masked_fill_(masked[:, None], 0.0)
+        if self.finds:
+            self.ids.masked_fill_(masked[:, None], -1)
+
+    def take_gradient(self, g: Tensor) -> None:
+        """g (N, K): d loss / d logp."""
+        self.weight = g.double().abs().sum(1).to(self.logp.dtype)  # no entry of the gradient is larger
+        g = g / torch.where(self.weight == 0, 1.0, self.weight.double())[:, None]
+        self.total, self.shares = g.sum(1), add_equal(self.ids, g)
+
+    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> KIdSlopes:
+        total = chunk.rows.take(self.total)
+        inside = chunk.rows.take(self.shares) - log_p.exp() * total[:, None]
+        return KIdSlopes(inside, -total, torch.zeros_like(total))
+
+
+def _of_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """x[i, columns[i]] of x (C, n, ...), columns (C, k)."""
+    return x[torch.arange(len(x), device=x.device)[:, None], columns]
+
+
+def add_equal(ids: Tensor, x: Tensor) -> Tensor:
+    """The sum of x (N, K) over the places of its row with the same id, in a fixed order."""
+    ids, order = ids.sort(dim=1, stable=True)
+    x, step = x.gather(1, order), 1
+    while step < ids.shape[1]:  # x_i: the sum of up to 2 step places from i on
+        same = torch.where(ids[:, step:] == ids[:, :-step], x[:, step:], 0.0)
+        x, step = x + pad(same, (0, step)), 2 * step
+    return torch.empty_like(x).scatter_(1, order, x.gather(1, torch.searchsorted(ids, ids)))
+
+
+# --- the likeliest ids ------------------------------------------------------------------------------------------------
+
+
+def top_k(logits: Tensor, bias: Tensor | None, k: int) -> Tensor:
+    """(C, k) the columns of the largest logits (C, V) + bias (V,), in their order, ties by column.
+
+    All of them lie in the k blocks of columns with the largest maxima, ties by block: if one did not, each of these
+    blocks would have an element before it.
+    """
+    (count, vocab_size), blocks = logits.shape, logits.shape[1] // BLOCK
+    copies = bias is not None or logits.dtype.itemsize == 2 or blocks <= k  # all of the logits
+    size = CPU_ROWS
+    if logits.device.type != "cpu":
+        size = max(1, PIECE_ELEMENTS // (vocab_size if copies else k * BLOCK))
+    if count > size:
+        return torch.cat([top_k(x, bias, k) for x in logits.split(size)])
+    u = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    u = u if bias is None else u + bias
+    columns = torch.arange(vocab_size, device=logits.device).expand(count, -1)
+    if blocks > k:
+        main = u[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK))
+        chosen, rest = _first(main.amax(2), columns[:, :blocks], k), slice(blocks * BLOCK, vocab_size)
+        of_blocks = (chosen[:, :, None] * BLOCK + columns[:, None, :BLOCK]).flatten(1)
+        u = torch.cat([_of_columns(main, chosen).flatten(1), u[:, rest]], 1)
+        columns = torch.cat([of_blocks, columns[:, rest]], 1)
+    return _first(u, columns, k)
+
+
+def _first(u: Tensor, numbers: Tensor, k: int) -> Tensor:
+    """(C, k) the numbers (C, n), below 2^31, of the largest u (C, n), ties by number. NaN is the largest."""
+    if u.dtype == torch.float64:  # which does not fit in 64 bits with its number
+        numbers, order = numbers.sort(dim=1)
+        return numbers.gather(1, u.gather(1, order).sort(dim=1, descending=True, stable=True).indices[:, :k])
+    bits = (u + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return -(ordered.long() * 2**32 - numbers).topk(k, dim=1).values & 0xFFFFFFFF

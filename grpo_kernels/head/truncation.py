@@ -1,0 +1,104 @@
+"""The ids that truncated sampling keeps: of rows of logits, and of tokens from their hidden states, chunk by chunk.
+
+The rules are those of vLLM 0.33's sampler in PyTorch; transformers 5.23 has the same, and min_p at another place.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.operations import Statistics
+from ..kernels.torch.transform import transformed
+from ..sampling_mask import SamplingMask
+from .logps_op import Inputs, LogpsCall, check_call, open_pass
+from .products import pinned_matmul_precision
+from .shared import is_capturing, table_dtype, unseen_by_modes
+
+LIKELIEST = 256  # ids of a row among which the end of top_p is looked for first, then among 16 times as many
+PARTS = 8  # of a chunk: what stands beside its logits is some times as large as one of them
+
+
+class Truncation(NamedTuple):
+    """Keeps ids of at least min_p of the likeliest one's probability, of these the top_k likeliest (0: all), of these
+    the likeliest until they have mass top_p. min_p_last: min_p after top_p, as transformers has it."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_p_last: bool = False
+
+    def truncates(self, vocab_size: int) -> bool:
+        """Whether it can drop an id."""
+        return self.top_p < 1 or self.min_p > 0 or 0 < self.top_k < vocab_size
+
+
+def truncate(z: Tensor, rule: Truncation) -> Tensor:
+    """(C, V) bool: which ids are kept by logits z (C, V); none whose logit is -inf, or of a row of NaN.
+
+    Where top_p ends among equal logits, the highest ids, which a stable ascending sort has last.
+    """
+    least, top = z.new_full((1, 1), torch.finfo(z.dtype).min), z.amax(1, keepdim=True)
+    floor = top + math.log(rule.min_p) if rule.min_p else least
+    lowest = least if rule.min_p_last else floor
+    if 0 < rule.top_k < z.shape[1]:
+        lowest = torch.maximum(lowest, z.topk(rule.top_k).values[:, -1:])
+    keep = z >= lowest
+    if rule.top_p < 1:
+        left = z.masked_fill(~keep, -torch.inf)
+        enough = rule.top_p * (left - top).exp_().sum(1, keepdim=True).double()
+        border = _border(left, top, enough, rule.top_k or LIKELIEST)
+        equal = left == border
+        tied = (equal.sum(1) > 1).nonzero().squeeze(1)
+        if tied.numel():
+            above = (left[tied] - top[tied]).exp_().masked_fill_(left[tied] <= border[tied], 0.0).sum(1, keepdim=True)
+            number = ((enough[tied] - above) / (border - top)[tied].exp()).ceil().clamp(min=1)
+            equal[tied] &= equal[tied].flip(1).cumsum(1).flip(1) <= number
+        keep &= (left > border) | equal
+    return keep & (z >= floor) if rule.min_p_last else keep
+
+
+def _border(z: Tensor, top: Tensor, enough: Tensor, width: int) -> Tensor:
+    """(C, 1): the logit in rows z (C, V) at which e^(z - top), from the likeliest id on, add up to `enough`."""
+    values = z.topk(min(width, z.shape[1])).values
+    before = ((values - top).exp_().cumsum(1, dtype=torch.float64) < enough).sum(1, keepdim=True)
+    border = values.gather(1, before.clamp(max=values.shape[1] - 1))
+    if width < z.shape[1]:
+        rows = (before == width).squeeze(1).nonzero().squeeze(1)
+        if rows.numel():
+            border[rows] = _border(z[rows], top[rows], enough[rows], 16 * width)
+    return border
+
+
+@unseen_by_modes
+@torch.no_grad()
+def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> SamplingMask:
+    """The kept ids of the call's tokens, with `mass` and `added`."""
+    ids, device = call.tokens.completion_ids, inputs[0].device
+    if is_capturing(device):
+        raise ValueError("sampling_support was called under capture of a CUDA graph; the ids are counted on the host")
+    dtype = table_dtype(call.compute_dtype or inputs[0].dtype)
+    counts = torch.zeros(ids.numel(), dtype=torch.int32, device=device)
+    mass, added = torch.zeros_like(counts, dtype=dtype), torch.zeros_like(counts, dtype=torch.bool)
+    found = [counts[:0]]
+    with pinned_matmul_precision(device):
+        check_call(call, len(inputs[1]))
+        stats = Statistics.empty(0, device, dtype)
+        opened = open_pass(inputs, call, stats, logits_dtype=dtype)  # 16 bits would make equal logits of many
+        head, tokens = opened.head, opened.tokens
+        for rows in head.chunks(opened.chosen.scored):
+            logits = head.logits(rows)
+            for part in rows.split(-(-rows.count // PARTS)):
+                own = logits[part.start - rows.start : part.stop - rows.start]
+                z, _ = transformed(own, head.folded_bias, part.take(tokens.temperature), tokens.transform)
+                keep, sampled = truncate(z, rule), part.take(tokens.ids)[:, None]
+                part.put(added, ~keep.gather(1, sampled).squeeze(1))
+                keep.scatter_(1, sampled, True)
+                part.put(counts, keep.sum(1, dtype=counts.dtype))
+                part.put(mass, z.softmax(1).masked_fill_(~keep, 0.0).sum(1))
+                found.append(keep.nonzero()[:, 1].to(counts.dtype))
+        head.release()
+    return SamplingMask(torch.cat(found), *(x.view(ids.shape) for x in (counts, mass, added)))

@@ -1,0 +1,115 @@
+"""Truncated sampling in TRL's GRPOTrainer: which options truncate, and the ids that were kept, once per rollout."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..head.truncation import Truncation
+from ..logps import check_truncation, fused_logps, support_under
+from ..sampling_mask import SamplingMask
+from .lm_head import HeadInputs
+
+_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# Options of vLLM's SamplingParams and transformers' GenerationConfig that change logits before truncation, or truncate
+# by other rules, with the value that does nothing beside None.
+_REFUSED: dict[str, object] = {
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "repetition_penalty", "typical_p"), 1.0),
+    **dict.fromkeys(("do_sample", "num_beams"), 1),  # True is 1
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens"), 0),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "bad_words_ids", "begin_suppress_tokens", "suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "top_h")),
+    **dict.fromkeys(("logit_bias", "sequence_bias", "structured_outputs", "watermarking_config")),
+}
+_LEAST_TEMPERATURE = 0.01  # of vLLM, which samples at this one instead of lower ones
+_IDS, _COUNTS = "support_ids", "support_counts"
+
+
+def truncation_of(trainer: Any) -> Truncation | None:
+    """Returns the rule by which the sampler of a GRPOTrainer truncates; None where it keeps all ids.
+
+    Raises ValueError for options with which the kept ids do not follow from the model.
+    """
+    args, given = trainer.args, dict[str, Any]()
+    if trainer.use_vllm:
+        given = {name: getattr(args, name) for name in (*_OFF, "temperature", "repetition_penalty")}
+        given |= {"structured_outputs": args.vllm_structured_outputs_regex, **(args.generation_kwargs or {})}
+        given["temperature"] = max(given["temperature"], _LEAST_TEMPERATURE)
+    else:  # transformers takes from the model's own configuration what is None
+        given = trainer.model.generation_config.to_dict()
+        given |= {name: x for name, x in trainer.generation_kwargs.items() if x is not None}
+    top_k, top_p, min_p = (off if given[name] is None else given[name] for name, off in _OFF.items())
+    rule = check_truncation(max(top_k, 0), top_p, min_p, min_p_last=not trainer.use_vllm)  # -1 of vLLM: all
+    if not rule.truncates(trainer.model.config.get_text_config().vocab_size):
+        return None
+    changes = {name: given[name] for name, off in _REFUSED.items() if given.get(name) not in (None, off)}
+    if given["temperature"] != trainer.temperature:
+        changes["temperature"] = given["temperature"]
+    for name, value in changes.items():
+        raise ValueError(
+            f"{name}={value!r} of the sampler, with top_k={top_k}, top_p={top_p}, min_p={min_p}: the ids that it keeps "
+            "do not follow from the model's logits; leave one of them out, or set truncated_support=False for TRL's "
+            "loss over all ids"
+        )
+    return rule
+
+
+class RolloutSupport:
+    """The ids kept for the tokens of a rollout, whose rows come in the same parts for each model that is scored. The
+    first is the policy that sampled: the ids are recomputed then, unless the engine gave them."""
+
+    def __init__(self, trainer: Any, completions: Sequence[Sequence[int]], engine: Sequence[Any] | None) -> None:
+        """engine: the `sampling_mask` of a rollout_func, per completion and token the ids that the engine kept."""
+        lengths = [*map(len, completions)]
+        if engine is not None and [*map(len, engine)] != lengths:
+            raise ValueError(
+                f"sampling_mask of rollout_func is of {[*map(len, engine)]} tokens; expected {lengths}, a list of ids "
+                "for each of completion_ids"
+            )
+        self.rule, self.count, self.row = trainer._truncation, len(lengths), 0
+        self.length = max(lengths) + -max(lengths) % (trainer.pad_to_multiple_of or 1)
+        self.engine = None if engine is None else SamplingMask.from_lists(engine, length=self.length)
+        self.parts: deque[SamplingMask] = deque()
+
+    def __call__(self, head: HeadInputs, labels: Tensor, mask: Tensor, options: Mapping[str, Any]) -> SamplingMask:
+        """Returns the kept ids of the next rows' labels (b, P + T - 1), of which mask leaves those of completions."""
+        if self.row == self.count:
+            self.parts.rotate(-1)
+            return self.parts[-1]
+        hidden, weight, bias = head
+        if self.engine is None:
+            transform = options["temperature"], options["logit_scale"], options["logit_softcap"]
+            found = support_under(self.rule, (hidden, weight, bias), labels, mask, transform)
+        else:
+            part = self.engine[self.row : self.row + len(labels)].to(labels.device)
+            found = SamplingMask(part.ids, pad(part.counts, (labels.size(1) - self.length, 0)))
+            score = partial(fused_logps, hidden, weight, labels, completion_mask=mask, lm_head_bias=bias, **options)
+            found = replace(found, mass=(score()[0] - score(sampling_mask=found)[0]).exp())
+        self.row += len(labels)
+        self.parts.append(found)
+        return found
+
+    def of_completions(self) -> SamplingMask:
+        """Returns the kept ids of all rows, (B, T), with their mass."""
+        fields: Any = zip(*(vars(part).values() for part in self.parts), strict=True)
+        ids, *others = [[] if x[0] is None else [torch.cat(x)] for x in fields]
+        return SamplingMask(*ids, *(x[:, -self.length :] for each in others for x in each))
+
+
+def by_rows(support: SamplingMask) -> dict[str, Any]:
+    """Returns what TRL shuffles and splits by rows: a list of each row's ids, of any number, and the counts (B, T)."""
+    return {_IDS: [*support.ids.split(support.counts.sum(1).tolist())], _COUNTS: support.counts}
+
+
+def of_rows(inputs: Mapping[str, Any]) -> SamplingMask | None:
+    """Returns the sampling mask of such rows; None where nothing was truncated."""
+    return SamplingMask(torch.cat(inputs[_IDS]), inputs[_COUNTS]) if _IDS in inputs else None

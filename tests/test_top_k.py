@@ -1,0 +1,449 @@
+"""K ids per token: log-probabilities and their gradients, the likeliest ids, and a teacher on the policy's own ids,
+each against float64 in plain PyTorch; the divergence also against TRL's."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import Batch, call, leaves, make_batch, off_policy, packed, reference, relative
+from test_teacher import MODES, VOCAB, config_of, make_teacher
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.head import chunk_size, k_ids
+from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.integrations.lm_head import lm_head_inputs
+from grpo_kernels.names import DIVERGENCES
+
+K = 6
+LOGITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap, scale, temperature": dict(logit_softcap=4.0, logit_scale=0.7, temperature=1.3),
+    "a temperature per token": dict(temperature=torch.linspace(0.5, 2.0, 24).view(4, 6)),
+}
+
+
+def exact_log_p(batch: Batch, *, temperature: Any = 1.0, logit_scale: float = 1.0, logit_softcap: Any = None) -> Tensor:
+    """(..., V) of what the batch holds, in its type."""
+    z = logit_scale * (batch.hidden @ batch.weight.T + (0.0 if batch.bias is None else batch.bias))
+    z = z if logit_softcap is None else logit_softcap * (z / logit_softcap).tanh()
+    temperature = temperature[..., None] if isinstance(temperature, Tensor) else temperature
+    return (z / temperature).log_softmax(-1)
+
+
+def make_ids(batch: Batch, k: int = K) -> Tensor:
+    """(..., k), of which some repeat."""
+    ids = torch.randint(len(batch.weight), (*batch.ids.shape, k), generator=torch.Generator().manual_seed(3))
+    ids[..., 0], ids[..., k // 2], ids[..., -1] = batch.ids, ids[..., 1], batch.ids
+    return ids
+
+
+def gradients(loss: Tensor, batch: Batch) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [batch.hidden, batch.weight, batch.bias]))
+
+
+def small_chunks(monkeypatch: Any, rows: int = 7) -> None:
+    monkeypatch.setattr(LMHead, "rows_of", lambda self, row_bytes: rows)
+
+
+# --- log-probabilities of K ids ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+def test_log_probabilities_of_k_ids(logits, backend, monkeypatch):
+    """In chunks, with padding that holds anything, a gradient through the entropy too."""
+    small_chunks(monkeypatch)
+    batch = make_batch(2, bias=True, masked=True)
+    mask, ids = batch.options["completion_mask"], make_ids(batch)
+    outer = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
+    wide = leaves(batch.cast(torch.float64))
+    log_p = exact_log_p(wide, **logits)
+    expected = torch.where(mask[..., None], log_p.gather(-1, ids), 0.0)
+    entropy = torch.where(mask, -(log_p.exp() * log_p).sum(-1), 0.0)
+    wanted = gradients((expected * outer).sum() + (entropy * outer[..., 0]).sum(), wide)
+    own = leaves(batch)
+    own.hidden.data[~mask], ids[~mask], outer[~mask] = math.nan, -7, math.nan
+    given = dict(lm_head_bias=own.bias, completion_mask=mask, backend=backend, **logits)
+    found, of_tokens = gk.fused_logps(own.hidden, own.weight, ids, entropy=True, **given)
+    assert found.shape == ids.shape and of_tokens.shape == mask.shape and found.dtype == torch.float32
+    assert relative(found.detach(), expected.detach()) < 1e-6 and relative(of_tokens.detach(), entropy.detach()) < 1e-6
+    leaf = [own.hidden, own.weight, own.bias]
+    got = torch.autograd.grad([found, of_tokens], leaf, [outer, outer[..., 0]])
+    for x, y in zip(got, wanted, strict=True):
+        assert relative(x, y) < 2e-6
+    with torch.no_grad():
+        again, nothing = gk.fused_logps(own.hidden, own.weight, ids, **given)
+    assert nothing is None and torch.equal(again, found)
+
+
+def test_k_ids_in_float64_and_one_of_them(backend):
+    """Of one id, as without the further dimension."""
+    batch = leaves(make_batch(4, bias=True))
+    options = dict(lm_head_bias=batch.bias, backend=backend)
+    one, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids, **options)
+    found, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids[..., None], **options)
+    torch.testing.assert_close(found[..., 0], one, rtol=1e-6, atol=1e-6)
+    for x, y in zip(gradients(found.sin().sum(), batch), gradients(one.sin().sum(), batch), strict=True):
+        assert relative(x, y) < 2e-6
+    if backend == "torch":
+        wide, ids = leaves(batch.cast(torch.float64)), make_ids(batch)
+        found, _ = gk.fused_logps(wide.hidden, wide.weight, ids, lm_head_bias=wide.bias)
+        expected = exact_log_p(wide).gather(-1, ids)
+        assert found.dtype == torch.float64 and relative(found.detach(), expected.detach()) < 1e-12
+        for x, y in zip(gradients(found.sin().sum(), wide), gradients(expected.sin().sum(), wide), strict=True):
+            assert relative(x, y) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_k_ids_in_16_bits(dtype, backend, monkeypatch):
+    """At most the error of eager PyTorch in the same type; gradients under a loss scale, and under autocast."""
+    batch = make_batch(3, bias=True).head_as(dtype)
+    ids, scale = make_ids(batch, 20), 4096.0
+    outer = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1)) / ids.numel()
+    wide, own, eager = leaves(batch.cast(torch.float64)), leaves(batch), leaves(batch)
+    exact = gradients((exact_log_p(wide).gather(-1, ids) * outer).sum(), wide)
+    plain = gradients((exact_log_p(eager).float().gather(-1, ids) * outer).sum(), eager)
+    found, _ = gk.fused_logps(own.hidden, own.weight, ids, lm_head_bias=own.bias, backend=backend)
+    got = gradients((found * outer).sum() * scale, own)
+    for x, y, z in zip(got, plain, exact, strict=True):
+        assert x.dtype == dtype and relative(x.double() / scale, z) < 1.2 * relative(y, z) + 1e-5
+    if dtype == torch.float16:  # gradients of logits are that too; far more than it holds goes to one logit
+        monkeypatch.setattr("grpo_kernels.head.lm_head.cpu_multiplies", lambda dtype: True)
+        many = batch.ids[..., None].expand(-1, -1, 20_000)
+        found, _ = gk.fused_logps(own.hidden, own.weight, many, lm_head_bias=own.bias, backend=backend)
+        assert all(x.isfinite().all() and x.any() for x in gradients(found.mean(), own))
+    else:
+        narrow = leaves(batch.head_as(torch.float32))
+        with torch.autocast("cpu", dtype=dtype):
+            found, _ = gk.fused_logps(narrow.hidden, narrow.weight, ids, lm_head_bias=narrow.bias, backend=backend)
+        assert found.dtype == torch.float32
+        assert relative(gradients((found * outer).sum(), narrow)[0], exact[0]) < 1e-2
+
+
+def test_k_ids_of_packed_tokens_frozen_heads_and_none():
+    batch = packed(make_batch(2, masked=True))
+    ids = make_ids(batch)
+    own = leaves(batch, "weight")
+    found, _ = gk.fused_logps(own.hidden, own.weight, ids)
+    found.sum().backward()
+    wide = leaves(batch.cast(torch.float64), "weight")
+    exact_log_p(wide).gather(-1, ids).sum().backward()
+    assert own.weight.grad is None and relative(own.hidden.grad, wide.hidden.grad) < 2e-6
+    empty = torch.zeros(0, 24, requires_grad=True)
+    found, entropy = gk.fused_logps(empty, batch.weight, ids[:0], entropy=True)
+    (found.sum() + entropy.sum()).backward()
+    assert found.shape == (0, K) and empty.grad.shape == (0, 24)
+    assert [x.shape for x in gk.fused_top_k(empty, batch.weight, 3)] == [(0, 3)] * 2
+
+
+def test_products_of_k_ids(monkeypatch):
+    """One forward, three with the backward, as of one id."""
+    batch, products = leaves(make_batch(2)), []
+    for name in ("mm", "addmm"):
+        original = getattr(torch, name)
+
+        def spy(*given: Any, _original: Any = original, **named: Any) -> Tensor:
+            products.append(given[-1].shape)
+            return _original(*given, **named)
+
+        monkeypatch.setattr(torch, name, spy)
+    counts = []
+    for ids in (batch.ids, make_ids(batch)):
+        found, _ = gk.fused_logps(batch.hidden, batch.weight, ids, backend="cpu")
+        counts.append(len(products))
+        found.sum().backward()
+        counts.append(len(products))
+        products.clear()
+    assert counts == [1, 4, 1, 4]
+
+
+def test_gradients_of_infinite_logits_and_equal_calls():
+    """An excluded id has -inf and no gradient; equal calls have equal bits, repeated ids or not."""
+    batch = make_batch(2, bias=True)
+    batch.bias[5] = -math.inf
+    own, ids = leaves(batch), make_ids(batch) % 5
+    ids[..., 2] = 5
+    outer = torch.ones(ids.shape)
+    outer[..., 2] = 0.0
+    results = []
+    for _ in range(2):
+        found, _ = gk.fused_logps(own.hidden, own.weight, ids, lm_head_bias=own.bias)
+        assert (found[..., 2] == -math.inf).all() and found[..., :2].isfinite().all()
+        results.append(torch.autograd.grad(found, [own.hidden, own.weight], outer))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y) and x.isfinite().all() and x.any()
+
+
+# --- the likeliest ids ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_top_k_of_a_matrix(vocab, dtype, monkeypatch):
+    """As a stable sort has them, ties by column, with zeros of both signs and infinities, in pieces."""
+    monkeypatch.setattr(k_ids, "CPU_ROWS", 5)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(17, vocab, generator=g)
+    for rows in (x * 2, (x * 2).round(), (x > 1.5) * 1.0):
+        rows[3], rows[4, ::2], rows[5, : vocab // 2] = -math.inf, -0.0, -math.inf
+        for bias in (None, torch.randn(vocab, generator=g).round().to(torch.promote_types(dtype, torch.float32))):
+            u = rows.to(dtype).to(torch.promote_types(dtype, torch.float32)) + (0.0 if bias is None else bias)
+            order = u.sort(dim=1, descending=True, stable=True).indices
+            for k in {1, min(vocab, 5), min(vocab, 40), vocab}:
+                assert torch.equal(k_ids.top_k(rows.to(dtype), bias, k), order[:, :k])
+
+
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+def test_the_likeliest_ids(logits, backend, monkeypatch):
+    small_chunks(monkeypatch)
+    batch = make_batch(2, bias=True, masked=True, vocab=301)
+    batch.weight[7:200:3], batch.bias[7:200:3] = 0.0, 3.0  # ties
+    mask, own = batch.options["completion_mask"], leaves(batch)
+    own.hidden.data[~mask] = math.nan
+    for k in (1, 40, 301):
+        ids, logps = gk.fused_top_k(
+            own.hidden, own.weight, k, lm_head_bias=own.bias, completion_mask=mask, backend=backend, **logits
+        )
+        assert ids.shape == logps.shape == (4, 6, k) and ids.dtype == torch.int64 and not logps.requires_grad
+        assert (ids[~mask] == -1).all() and (logps[~mask] == 0).all()
+        log_p = exact_log_p(batch.cast(torch.float64), **logits)
+        expected = log_p.topk(k, -1).values
+        assert relative(logps[mask], expected[mask]) < 1e-6
+        assert (log_p[mask].gather(-1, ids[mask]) - expected[mask]).abs().max() < 1e-5
+        for row in ids[mask]:
+            tied = row[torch.isin(row, torch.arange(7, 200, 3))]
+            assert (tied.diff() > 0).all() and len(tied) == {1: len(tied), 40: len(tied), 301: 65}[k]
+        again, _ = gk.fused_logps(
+            own.hidden, own.weight, ids, lm_head_bias=own.bias, completion_mask=mask, backend=backend, **logits
+        )
+        assert torch.equal(again, logps)
+
+
+def test_top_k_makes_a_teacher():
+    """Of another model, masked or not: the ids and log-probabilities that a TopKTeacher takes."""
+    batch, other = make_batch(2, masked=True), make_batch(5)
+    mask = batch.options["completion_mask"]
+    teacher = gk.TopKTeacher(*gk.fused_top_k(other.hidden, other.weight, 9, completion_mask=mask))
+    assert gk.fused_distillation_loss(batch.hidden, batch.weight, teacher, completion_mask=mask).loss.isfinite()
+
+
+# --- a teacher on the policy's own ids --------------------------------------------------------------------------------
+
+
+def known_at(batch: Batch, config: gk.GRPOConfig, teacher: gk.Teacher) -> gk.TopKTeacher:
+    """What the teacher says of the policy's likeliest ids, in float64, for the specification."""
+    options = {name: getattr(config, name) for name in ("temperature", "logit_scale", "logit_softcap")}
+    log_p = exact_log_p(batch.cast(torch.float64), **options)
+    own = Batch(teacher.hidden.double(), teacher.weight.double(), batch.ids, None, teacher.bias.double())
+    options |= {name: getattr(teacher, name) for name in ("logit_scale", "logit_softcap")}
+    ids = log_p.topk(teacher.top_k, -1).indices
+    return gk.TopKTeacher(ids, exact_log_p(own, **options).gather(-1, ids), teacher.mode)
+
+
+PASSES: dict[str, dict[str, Any]] = {
+    "one chunk": {},
+    "KL, entropy bonus, in chunks": dict(beta=0.1, entropy_coef=0.05, chunk_rows=5),
+    "softcap, scale, temperature": dict(logit_softcap=3.0, logit_scale=0.7, temperature=1.3, chunk_rows=16),
+    "whole sequences": dict(importance_sampling_level="sequence", chunk_rows=12, aggregation="seq_mean"),
+    "sequences beyond a chunk": dict(importance_sampling_level="sequence", chunk_rows=3),
+    "a temperature per token": dict(temperature=torch.linspace(0.5, 2.0, 36).view(6, 6)),
+    "every row": dict(static_shapes=True),
+    "only tokens with a gradient": dict(score_inactive=False, chunk_rows=7),
+}
+WAYS = [
+    *itertools.product(("cpu", "torch"), PASSES, MODES),
+    *((backend, "softcap, scale, temperature", mode) for backend in ("triton", "cuda") for mode in MODES),
+]
+
+
+def batch_of(config: gk.GRPOConfig) -> Batch:
+    batch = off_policy(make_batch(2, sequences=6, bias=True, masked=True), config)
+    batch.advantages[1] = 0.0
+    return batch
+
+
+def mine(batch: Batch, config: gk.GRPOConfig, backend: str, teacher: gk.Teacher) -> Any:
+    own = leaves(batch.with_options(teacher=teacher))
+    out = call(own, config, backend)
+    out.loss.backward()
+    return out, own
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("backend", "name", "mode"), WAYS)
+def test_a_teacher_on_the_policys_ids(backend, name, mode, divergence):
+    config = config_of(divergence, **PASSES[name])
+    batch, teacher = batch_of(config), make_teacher((6, 6), logit_scale=0.8, logit_softcap=4.0)
+    teacher = dataclasses.replace(teacher, top_k=K, mode=mode)
+    known, mask = known_at(batch, config, teacher), batch.options["completion_mask"]
+    exact = reference(batch.with_options(teacher=known), config)
+    teacher.hidden[~mask] = math.nan
+    out, own = mine(batch, config, backend, teacher)
+    found = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.entropy}
+    found |= {name: getattr(own, name).grad for name in ("hidden", "weight", "bias")}
+    wanted = {"loss": exact.loss, "logps": exact.logps, "entropy": exact.entropy} | exact.grads
+    for key, x in wanted.items():
+        assert relative(found[key], x, 1.0 if key == "loss" else 0.0) < 3e-6, key
+    assert ("divergence/mass" in out.metrics) == (mode != "renormalize")
+    if mode != "renormalize":
+        assert relative(out.metrics["divergence/mass"], known.logps[mask].exp().sum() / mask.sum()) < 2e-6
+    assert relative(out.metrics["divergence"], exact.metrics["divergence"], 1.0) < 2e-6
+
+
+@pytest.mark.parametrize("k", [1, VOCAB])
+def test_one_id_and_the_whole_vocabulary(k):
+    """On all ids each mode is the divergence over the vocabulary."""
+    for divergence, mode, backend in itertools.product(DIVERGENCES, MODES, ("cpu", "torch")):
+        config = config_of(divergence, chunk_rows=7)
+        batch = batch_of(config)
+        teacher = dataclasses.replace(make_teacher((6, 6)), top_k=k, mode=mode)
+        known = known_at(batch, config, teacher) if k == 1 else make_teacher((6, 6))
+        exact = reference(batch.with_options(teacher=known), config)
+        _, own = mine(batch, config, backend, teacher)
+        assert relative(own.hidden.grad, exact.grads["hidden"]) < 3e-6, (divergence, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", ["cpu", "torch", "triton"])
+def test_a_teacher_on_the_policys_ids_in_16_bits(backend, mode):
+    """With a teacher of another type; under a loss scale, and under autocast; logits of bfloat16 tie often."""
+    for dtype, divergence in itertools.product((torch.bfloat16, torch.float16), DIVERGENCES):
+        config = config_of(divergence, chunk_rows=16)
+        batch = batch_of(config).head_as(dtype)
+        teacher = dataclasses.replace(make_teacher((6, 6)), top_k=K, mode=mode)
+        _, own = mine(batch, config, backend, teacher)
+        with torch.no_grad():
+            ids, _ = gk.fused_top_k(batch.hidden, batch.weight, K, lm_head_bias=batch.bias, backend=backend)
+        known = known_at(batch, config, teacher)
+        log_q = exact_log_p(
+            Batch(*(x.double() for x in (teacher.hidden, teacher.weight)), ids, None, teacher.bias.double())
+        )
+        known = gk.TopKTeacher(ids, log_q.gather(-1, ids), mode)
+        exact = reference(batch.with_options(teacher=known), config)
+        limit = 2e-2 if dtype == torch.bfloat16 else 2e-3
+        assert relative(own.hidden.grad, exact.grads["hidden"]) < limit
+        assert relative(own.weight.grad, exact.grads["weight"]) < limit
+        with torch.autocast("cpu", dtype):
+            wide = batch.head_as(torch.float32).with_options(teacher=teacher)
+            assert relative(call(wide, config, backend).loss, exact.loss, 1.0) < limit
+        scaled = leaves(batch.with_options(teacher=teacher))
+        (call(scaled, config, backend).loss * 4096).backward()
+        assert relative(scaled.hidden.grad.double() / 4096, exact.grads["hidden"]) < limit
+
+
+def test_policy_logits_of_float32_keep_a_close_teacher_exact():
+    """Logits of a 16-bit teacher are gathered as those under its normaliser are rounded: no mass above 1."""
+    batch = make_batch(3).head_as(torch.bfloat16)
+    weight = batch.weight * 20  # a certain teacher
+    for mode in ("tail", "truncate"):
+        teacher = gk.Teacher(batch.hidden, weight, top_k=60, mode=mode)
+        out = gk.fused_distillation_loss(batch.hidden, weight, teacher)
+        assert out.metrics["divergence/mass"] <= 1 + 1e-5 and out.divergence.abs().max() < 1e-3
+
+
+SDFT = {"forward_kl": (0.0, {}), "reverse_kl": (1.0, {}), "jsd": (0.3, {"divergence_beta": 0.3})}
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("mode", ["tail", "renormalize"])
+def test_equals_the_divergence_of_trls_self_distillation(mode, divergence):
+    """Value and gradient of TRL's function on the logits in float64, with a temperature as its trainer divides by."""
+    utils = pytest.importorskip("trl.experimental.sdft.loss_utils", reason="trl is not installed: run make test")
+    alpha, options = SDFT[divergence]
+    batch, teacher = make_batch(2, bias=True), dataclasses.replace(make_teacher((4, 6)), top_k=20, mode=mode)
+    own, wide = leaves(batch), leaves(batch.cast(torch.float64))
+    of_teacher = teacher.hidden.double() @ teacher.weight.double().T + teacher.bias.double()
+    expected = utils.compute_topk_self_distillation_loss(
+        (wide.hidden @ wide.weight.T + wide.bias) / 0.8, of_teacher / 0.8, distillation_topk=20,
+        distillation_alpha=alpha, distillation_add_tail=mode == "tail",
+    )  # fmt: skip
+    given = options | dict(divergence=divergence, lm_head_bias=own.bias, temperature=0.8)
+    out = gk.fused_distillation_loss(own.hidden, own.weight, teacher, **given)
+    assert relative(out.divergence, expected.detach()) < 5e-6
+    per_token = gk.fused_divergence(own.hidden, own.weight, teacher, **given)
+    assert relative(per_token.detach(), expected.detach()) < 5e-6
+    for found in (out.loss, per_token.mean()):
+        for x, y in zip(gradients(found, own), gradients(expected.mean(), wide), strict=True):
+            assert relative(x, y) < 5e-6
+        wide = leaves(batch.cast(torch.float64))
+        expected = utils.compute_topk_self_distillation_loss(
+            (wide.hidden @ wide.weight.T + wide.bias) / 0.8, of_teacher / 0.8, distillation_topk=20,
+            distillation_alpha=alpha, distillation_add_tail=mode == "tail",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_teacher_of_packed_tokens_none_and_a_frozen_head(mode):
+    batch = packed(make_batch(2, masked=True))
+    teacher = dataclasses.replace(make_teacher(tuple(batch.ids.shape)), top_k=K, mode=mode)
+    known = known_at(batch, gk.GRPOConfig(), teacher)
+    given = dict(cu_seqlens=batch.options["cu_seqlens"], aggregation="seq_mean")
+    own, other = leaves(batch, "weight"), leaves(batch.cast(torch.float64), "weight")
+    out = gk.fused_distillation_loss(own.hidden, own.weight, teacher, **given)
+    out.loss.backward()
+    gk.fused_distillation_loss(other.hidden, other.weight, known, **given).loss.backward()
+    assert own.weight.grad is None and relative(own.hidden.grad, other.hidden.grad) < 3e-6
+    with torch.no_grad():
+        assert torch.equal(gk.fused_distillation_loss(own.hidden, own.weight, teacher, **given).loss, out.loss)
+    total = torch.zeros_like(batch.weight)
+    trained, exact = leaves(batch), leaves(batch.cast(torch.float64))
+    gk.fused_distillation_loss(trained.hidden, trained.weight, teacher, accumulate_into=total, **given).loss.backward()
+    gk.fused_distillation_loss(exact.hidden, exact.weight, known, **given).loss.backward()
+    assert trained.weight.grad is None and relative(total, exact.weight.grad) < 3e-6
+    mask = torch.zeros(4, 6, dtype=torch.bool)
+    plain, of_none = leaves(make_batch(2)), dataclasses.replace(make_teacher((4, 6)), top_k=K, mode=mode)
+    gk.fused_distillation_loss(plain.hidden, plain.weight, of_none, completion_mask=mask).loss.backward()
+    assert plain.hidden.grad.shape == (4, 6, 24) and not plain.hidden.grad.any()
+
+
+def test_a_teacher_of_an_adapted_head():
+    """The base of a LoRA adapter on lm_head as the teacher of the adapted model; only the adapter is trained."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    model = torch.nn.Sequential()
+    model.lm_head = torch.nn.Linear(24, VOCAB, bias=False)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"]))
+    layer, batch = model.base_model.model.lm_head, make_batch(2)
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    head = lm_head_inputs(layer, batch.hidden)
+    teacher = gk.Teacher(batch.hidden, layer.base_layer.weight.detach(), top_k=K, mode="renormalize")
+    gk.fused_distillation_loss(head.hidden, head.weight, teacher).loss.backward()
+    log_p = layer(batch.hidden).log_softmax(-1)
+    log_p, ids = log_p.topk(K, -1)
+    log_q = layer.base_layer(batch.hidden).gather(-1, ids).log_softmax(-1).detach()
+    log_p = log_p.log_softmax(-1)
+    trained = [x for x in layer.parameters() if x.requires_grad]
+    expected = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(-1).mean(), trained)
+    assert len(trained) == 2 and layer.base_layer.weight.grad is None
+    for x, y in zip(trained, expected, strict=True):
+        assert relative(x.grad, y) < 1e-5
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_one_chunk_of_logits_is_all_that_has_a_vocabulary(mode, monkeypatch):
+    """With a teacher no allocation is as large as a second chunk, and all that live at once are little more than one;
+    mode None: K log-probabilities."""
+    tokens, vocab, rows, k = 64, 20_000, 16, 20
+    batch = make_batch(1, sequences=4, length=tokens // 4, vocab=vocab)
+    teacher = gk.Teacher(batch.hidden, batch.weight.flip(0), top_k=k, mode=mode or "tail")
+    own, config = leaves(batch, "weight"), gk.GRPOConfig(distill_coef=1.0, chunk_rows=rows)
+    monkeypatch.setattr(chunk_size, "_last_on_cpu", [])  # the chunk of an earlier call
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        if mode is None:
+            ids = torch.arange(tokens * k).view(*batch.ids.shape, k) % vocab
+            gk.fused_logps(own.hidden, own.weight, ids, backend="cpu")[0].sum().backward()
+            rows = tokens  # which are one chunk
+        else:
+            call(own.with_options(teacher=teacher), config, "cpu").loss.backward()
+    sizes = [event.self_cpu_memory_usage for event in profile.events()]
+    chunk = rows * (vocab + 64) * 4
+    assert sum(size > chunk / 2 for size in sizes) == 1 and max(sizes) <= chunk + 2**16
+    held = list(itertools.accumulate(event.self_cpu_memory_usage for event in profile.events()))
+    assert max(held) <= 1.25 * chunk + 64 * tokens * k

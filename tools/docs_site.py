@@ -1,0 +1,193 @@
+"""What mkdocs.yml calls: shows documents of the repository as pages of the site, as they stand.
+
+A page is one of docs/, or a document of PAGES. Links between documents lead to their pages, links to other files to the
+repository; a link that leads nowhere is a warning, and so an error of `make docs`. A line `<!-- include FILE -->` of a
+page of docs/ is replaced by that file of the repository, as code, `<!-- include FILE#heading -->` by a section of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from addresses import URLS
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
+from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "index.md": "README.md",
+    "library.md": "grpo_kernels/README.md",
+    "variants.md": "VARIANTS.md",
+    "trainers/integrations.md": "grpo_kernels/integrations/README.md",
+    "trainers/examples.md": "examples/README.md",
+    "trainer.md": "grpo_kernels/trainer/README.md",
+    "measurements/results.md": "bench/README.md",
+    "measurements/notes.md": "bench/results/NOTES.md",
+    "project/architecture.md": "ARCHITECTURE.md",
+    "project/contributing.md": "CONTRIBUTING.md",
+    "project/changelog.md": "CHANGELOG.md",
+    "project/security.md": "SECURITY.md",
+    "project/conduct.md": "CODE_OF_CONDUCT.md",
+}
+FENCE = re.compile(r"^( *```.*?^ *```)$", flags=re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?!\w+:)(?P<path>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
+INCLUDE = re.compile(r"^<!-- include (?P<path>[^#\s]+)(?:#(?P<heading>\S+))? -->$", flags=re.MULTILINE)
+PUBLIC = re.findall(r'^    "(\w+)",$', (ROOT / "grpo_kernels/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+log = logging.getLogger("mkdocs.docs_site")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    config.repo_url, config.site_url = URLS.get("Repository"), URLS.get("Documentation")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    pictures = {f"figures/{path.name}": path for path in (ROOT / "bench" / "figures").glob("*.png")}
+    for uri, path in ({uri: ROOT / document for uri, document in PAGES.items()} | pictures).items():
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    text = with_links(markdown, Path(page.file.abs_src_path), page, files)
+    return INCLUDE.sub(lambda match: include(match, page, files), text)
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
+    """Writes llms.txt: the site's title, description and pages, https://llmstxt.org."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for item in nav.items:
+        lines += ["", f"## {item.title}", ""] if item.is_section else [""]
+        pages = item.children if item.is_section else [item]
+        lines += [f"- [{page.title}]({posixpath.join(config.site_url or '', page.url)})" for page in pages]
+    files.append(File.generated(config, "llms.txt", content="\n".join([*lines, ""])))
+
+
+def include(match: re.Match[str], page: Page, files: Files) -> str:
+    document = ROOT / match["path"]
+    text = document.read_text(encoding="utf-8").rstrip()
+    if match["heading"] is None:
+        return f"```{document.suffix[1:]}\n{text}\n```"
+    return with_links(section(text, match["heading"]), document, page, files)
+
+
+def section(text: str, anchor: str) -> str:
+    """Returns what stands below a heading, up to the next one that is not below it."""
+    slug = slugify(case="lower")
+    headings = list(re.finditer(r"^(#+) (.*)$", FENCE.sub(lambda code: " " * len(code[0]), text), flags=re.MULTILINE))
+    (begin,) = (heading for heading in headings if slug(heading[2], "-") == anchor)
+    ends = [h.start() for h in headings if h.start() > begin.start() and len(h[1]) <= len(begin[1])]
+    return text[begin.end() : ends[0] if ends else None].strip("\n")
+
+
+def indented(text: str) -> Iterator[str]:
+    """Yields lines with four spaces before what belongs to an item of a list, as Python-Markdown reads it.
+
+    CommonMark, and so the documents, have as many as the item's mark is wide.
+    """
+    width, is_code = 0, False
+    for line in text.splitlines():
+        is_code ^= line.startswith("```")
+        mark = None if is_code else re.match(r"(?:\d+\.|-) +", line)
+        if mark:
+            width = len(mark[0])
+        elif line and not line.startswith(" " * width):
+            width = 0
+        yield " " * (4 - width) + line if width and line and not mark else line
+
+
+def with_links(text: str, document: Path, page: Page, files: Files) -> str:
+    """Returns the text with its links, which are relative to the document, as links of the page."""
+    uris = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
+
+    def target(match: re.Match[str]) -> str:
+        path = (document.parent / match["path"]).resolve() if match["path"] else document
+        anchor = match["anchor"] or ""
+        if path in uris:
+            address = posixpath.relpath(uris[path], posixpath.dirname(page.file.src_uri))
+        elif path.exists() and URLS:
+            address = f"{URLS['Repository']}/blob/main/{path.relative_to(ROOT)}"
+        else:
+            if not path.exists():
+                log.warning(f"{document.relative_to(ROOT)}: {match['path']} leads nowhere")
+            return match["text"]
+        return f"[{match['text']}]({address}{anchor})"
+
+    parts = FENCE.split("\n".join(indented(text)))
+    parts[::2] = [LINK.sub(target, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+class Docstrings(griffe.Extension):
+    """Shows docstrings, which are laid out for help(), as Markdown, and signatures as help() does."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = "\n".join(markdown_of(obj.docstring.value.splitlines()))
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Does what the decorator `forwards_loss_options` does: the options stand in place of **options."""
+        options = pkg["inputs.LossOptions"].attributes
+        for module in pkg.modules.values():
+            for function in module.functions.values():
+                if function.is_alias or "forwards_loss_options" not in [str(d.value) for d in function.decorators]:
+                    continue
+                del function.parameters["options"]
+                for name, field in options.items():
+                    kind, default = griffe.ParameterKind.keyword_only, '"auto"' if name == "backend" else "None"
+                    function.parameters.add(
+                        griffe.Parameter(name, annotation=field.annotation, kind=kind, default=default)
+                    )
+
+
+SECTION = re.compile(r"(Args|Example|Raises|Returns):")
+ITEM = re.compile(r"(?P<name>[\w*]+(?:, [\w*]+)*): (?P<text>.+)")
+CHOICE = re.compile(r'(?P<name>"?\w+"?)  +(?P<text>.+)')  # a value of an item
+
+
+def markdown_of(lines: list[str]) -> Iterator[str]:
+    """Yields Markdown for a docstring: a line `name: text` begins an item, and so does a heading above such lines."""
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    texts = [line.strip() for line in lines]
+    item: int | None = None  # the indent of the open one
+    code = False
+    for i, (indent, text) in enumerate(zip(indents, texts, strict=True)):
+        if code != text.startswith(">>>") and not (code and text):
+            code = not code
+            yield "```pycon" if code else "```"
+        if not text or (item is not None and indent < item):
+            item = None
+            yield ""
+        if code:
+            yield text
+        elif heading := SECTION.fullmatch(text):
+            item = None
+            yield from (f"**{heading[1]}**", "")
+        elif (begins := ITEM.fullmatch(text)) and (item is None or indent <= item):
+            if item is None:
+                yield ""
+            item = indent
+            yield f"- **{escaped(begins['name'])}**: {escaped(begins['text'])}"
+        elif choice := CHOICE.fullmatch(text):
+            yield f"    - {choice['name']}: {escaped(choice['text'])}"
+        elif item is None and i + 1 < len(texts) and ITEM.fullmatch(texts[i + 1]) and indents[i + 1] > indent:
+            yield from ("", f"**{escaped(text)}**", "")
+        else:
+            yield f"    {escaped(text)}" if item is not None else escaped(text)
+    if code:
+        yield "```"
+
+
+def escaped(text: str) -> str:
+    """Returns plain text as Markdown, where the name of a public function between backticks is a link to it."""
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [part.replace("<", "&lt;").replace("*", r"\*") for part in parts[::2]]
+    parts[1::2] = [f"[{part}][grpo_kernels.{part[1:-1]}]" if part[1:-1] in PUBLIC else part for part in parts[1::2]]
+    return "".join(parts)
