@@ -204,13 +204,15 @@ def check_teacher(teacher: object, config: GRPOConfig, hidden: Tensor, weight: T
         raise TypeError(f"teacher is a {type(teacher).__name__}; expected a grpo_kernels.Teacher or TopKTeacher")
     if config.distill_coef == 0.0:
         raise ValueError("teacher has no effect with config.distill_coef=0; set it, or leave the teacher out")
-    tensors = {f"{type(teacher).__name__}.{name}": x for name, x in vars(teacher).items() if isinstance(x, Tensor)}
+    kind = type(teacher).__name__
+    fields = ("hidden", "weight", "bias") if isinstance(teacher, Teacher) else ("ids", "logps")  # dynamo has no vars()
+    tensors = {f"{kind}.{name}": getattr(teacher, name) for name in fields if getattr(teacher, name) is not None}
     for name, x in tensors.items():
         check_tensor(name, x, hidden)
         if x.requires_grad:
             raise ValueError(f"{name} requires a gradient, and none goes to a teacher; pass its detach()")
-    name, x = next(iter(tensors.items()))  # hidden, or ids
-    leading = tuple(hidden.shape[:-1])
+    name, leading = f"{kind}.{fields[0]}", tuple(hidden.shape[:-1])
+    x = tensors[name]
     fits = x.shape[:-1] == leading
     check_shape(name, x, fits, f"a row for each row of hidden, {leading} before its last dimension")
     if isinstance(teacher, Teacher):

@@ -331,7 +331,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     wants = [True, True, True]
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
-        "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, sparse, name, None, wants),
+        "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, sparse, name, None, wants, ""),
         "grpo_loss, a teacher": (hidden, weight, bias, taught, 2, distils, name, None, wants, key_of_teacher),
         "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None, 0),
         "logps, K ids": (hidden, weight, bias, of_k, numbers, True, name, None, 0),

@@ -256,7 +256,7 @@ def grpo_loss(
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
-    teacher: str = "",
+    teacher: str,  # without a default, which torch 2.8 would leave out of the inputs of the backward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns (loss, logps, entropy, what metrics are computed from, other numbers, divergence, dhidden, dweight,
     dbias).
