@@ -84,8 +84,8 @@ def fused_grpo_loss(
             the group's ranks, of any sizes; all else is the same on every rank of it, and the ids of completion_ids and
             sampling_mask are ids of the whole vocabulary. Loss, metrics and hidden's gradient are then the same on
             all of them, the weight's gradient the slice's own. For each chunk of rows 16 bytes per token and rank
-            are gathered, with a sampling mask up to 8 more; hidden's gradient is all-reduced once. Not under
-            torch.compile or a CUDA graph.
+            are gathered, with a sampling mask up to 8 more, with a teacher on K ids up to 40 K; hidden's gradient is
+            all-reduced once. Not under torch.compile or a CUDA graph.
         num_items_in_batch: denominator of aggregation "num_items"; None: the tokens of this call.
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").

@@ -414,6 +414,9 @@ def refusals(rank: int, group) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             loss(**(changes if only_here else {}))
+    known = make_top_k((6, 6), "renormalize")
+    with pytest.raises(ValueError, match="takes its own sampling_mask, without a vocab_parallel_group"):
+        loss(config=distils, teacher=known, sampling_mask=known.sampling_mask)
     for k in (0, VOCAB + 1 if only_here else 3):
         with pytest.raises(ValueError, match=r"k=|rank 1 of the group refused|config and other arguments"):
             gk.fused_top_k(
