@@ -16,6 +16,7 @@ from helpers import (
     eager_errors,
     errors,
     fused,
+    leaves,
     make_batch,
     off_policy,
     reference,
@@ -27,7 +28,7 @@ from helpers import (
 from kernel_checks import SIGNALLING
 from option_space import CHUNK_ROWS, SAMPLE, build, choose, name_of, rounding_of, size_of_loss
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
-from test_teacher import make_teacher, make_top_k
+from test_teacher import MODES, make_teacher, make_top_k
 
 import grpo_kernels as gk
 from grpo_kernels.head import kept
@@ -324,6 +325,29 @@ def test_divergences(divergence, kind, backend):
     for given, allowed in ((batch, 1e-5), (batch.head_as(torch.bfloat16), 2e-2)):
         found = errors(fused(given, config, backend, DEVICE), reference(given, config), loss_scale=1.0)
         assert max(found.values()) <= allowed, found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_k_ids(mode, backend):
+    """The policy's likeliest ids, a teacher on them, and their log-probabilities; equal calls have equal bits."""
+    batch, config = make_batch(2, bias=True, masked=True, vocab=5003), gk.GRPOConfig(distill_coef=0.7, chunk_rows=7)
+    teacher = dataclasses.replace(make_teacher((4, 6), 5003), top_k=9, mode=mode)
+    batch = batch.with_options(teacher=teacher)
+    exact = fused(batch.cast(torch.float64), config, "torch")
+    found = errors(fused(batch, config, backend, DEVICE), exact, loss_scale=1.0)
+    assert max(found.values()) <= 1e-5, found
+    results = []
+    for given, device, name in ((batch.cast(torch.float64), "cpu", "torch"), *[(batch, DEVICE, backend)] * 2):
+        own = leaves(given.to(device))
+        mask, bias = own.options["completion_mask"], own.bias
+        ids, _ = gk.fused_top_k(own.hidden, own.weight, 9, lm_head_bias=bias, completion_mask=mask, backend=name)
+        ids = torch.cat([ids, ids[..., :3]], -1)  # some repeat
+        logps, _ = gk.fused_logps(own.hidden, own.weight, ids, lm_head_bias=bias, completion_mask=mask, backend=name)
+        logps.sin().sum().backward()
+        results.append([x.detach().cpu() for x in (ids, logps, own.hidden.grad, own.weight.grad, own.bias.grad)])
+    (ids, *expected), (found_ids, *once), again = results
+    assert torch.equal(found_ids, ids) and all(torch.equal(x, y) for x, y in zip(once, again[1:], strict=True))
+    assert all(relative(x, y) <= 1e-5 for x, y in zip(once, expected, strict=True))
 
 
 # --- variants in float32 --------------------------------------------------------------------------------------------
