@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels.benchmarks.cases import SETS, jobs
-from grpo_kernels.benchmarks.peers import select
+from grpo_kernels.commands.bench.cases import SETS, jobs
+from grpo_kernels.commands.bench.peers import select
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from grpo_kernels.benchmarks import figures
-from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.command import memory_text, table
-from grpo_kernels.benchmarks.machine import Document, read
+from grpo_kernels.commands.bench import figures
+from grpo_kernels.commands.bench.cases import Case
+from grpo_kernels.commands.bench.command import memory_text, table
+from grpo_kernels.commands.bench.machine import Document, read
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"

@@ -28,7 +28,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_kernels.benchmarks.machine import describe, environment, package_version, synchronize, write
+from grpo_kernels.commands.bench.machine import describe, environment, package_version, synchronize, write
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.data import GIVEN_ROWS
 from grpo_kernels.trainer.decoding import Decoder, StaticDecoder, decoding_error

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
-from grpo_kernels.benchmarks.machine import synchronize
-from grpo_kernels.benchmarks.measure import prepare
-from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS
-from grpo_kernels.benchmarks.reference import Reference, off_policy, reference
+from grpo_kernels.commands.bench.cases import Case
+from grpo_kernels.commands.bench.inputs import Inputs, make_inputs
+from grpo_kernels.commands.bench.machine import synchronize
+from grpo_kernels.commands.bench.measure import prepare
+from grpo_kernels.commands.bench.peers import IMPLEMENTATIONS
+from grpo_kernels.commands.bench.reference import Reference, off_policy, reference
 
 
 @functools.lru_cache(maxsize=1)  # tests of one case follow one another

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import grpo_kernels as gk
-from grpo_kernels.benchmarks.machine import environment, write
+from grpo_kernels.commands.bench.machine import environment, write
 
 TOKENS, WIDTH, VOCAB, K, ROUNDS = 1024, 576, 49152, 100, 9
 # Before the first run: of a token's 2 ms in one thread the search takes 0.1, gathers and O(K) arithmetic 0.06; the

@@ -24,11 +24,12 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_kernels.benchmarks.command import memory_text, table
-from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, write
-from grpo_kernels.benchmarks.measure import seconds
-from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
+from grpo_kernels.commands.bench.command import memory_text, table
+from grpo_kernels.commands.bench.machine import environment, limit_memory, write
+from grpo_kernels.commands.bench.measure import seconds
+from grpo_kernels.commands.bench.process import OnProgress, run_in_subprocess
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
+from grpo_kernels.trainer.memory import peak, restart_peak
 
 NAMES = ("TRL", "patch_trl", "FusedGRPOTrainer")
 ROWS = 8

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import SamplingMask, fused_logps, sampling_support
-from grpo_kernels.benchmarks.machine import environment, write
+from grpo_kernels.commands.bench.machine import environment, write
 from grpo_kernels.head.truncation import Truncation, truncate
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.sampling import generate

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import kernels
-from grpo_kernels.benchmarks.reference import relative_error as relative
+from grpo_kernels.commands.check import relative_error as relative
 from grpo_kernels.head import kept
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 

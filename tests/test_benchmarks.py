@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.benchmarks import command, measure, process
-from grpo_kernels.benchmarks.baselines import Result, Unsupported
-from grpo_kernels.benchmarks.cases import MODES, SETS, jobs, make_case, parse_shape
-from grpo_kernels.benchmarks.inputs import grpo_objective, make_inputs
-from grpo_kernels.benchmarks.measure import Options
-from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS, Implementation, select
-from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
+from grpo_kernels.commands.bench import command, measure, process
+from grpo_kernels.commands.bench.baselines import Result, Unsupported
+from grpo_kernels.commands.bench.cases import MODES, SETS, jobs, make_case, parse_shape
+from grpo_kernels.commands.bench.inputs import grpo_objective, make_inputs
+from grpo_kernels.commands.bench.measure import Options
+from grpo_kernels.commands.bench.peers import IMPLEMENTATIONS, Implementation, select
+from grpo_kernels.commands.bench.reference import errors, off_policy, reference, why_wrong
 from grpo_kernels.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]

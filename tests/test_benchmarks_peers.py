@@ -9,12 +9,12 @@ import pytest
 import report
 import torch
 
-from grpo_kernels.benchmarks import figures, peers
-from grpo_kernels.benchmarks.baselines import Unsupported
-from grpo_kernels.benchmarks.cases import MODES, make_case
-from grpo_kernels.benchmarks.inputs import make_inputs
-from grpo_kernels.benchmarks.peers import IMPLEMENTATIONS, select
-from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
+from grpo_kernels.commands.bench import figures, peers
+from grpo_kernels.commands.bench.baselines import Unsupported
+from grpo_kernels.commands.bench.cases import MODES, make_case
+from grpo_kernels.commands.bench.inputs import make_inputs
+from grpo_kernels.commands.bench.peers import IMPLEMENTATIONS, select
+from grpo_kernels.commands.bench.reference import errors, off_policy, reference, why_wrong
 
 CPU = torch.device("cpu")
 PEERS = ("trl", "liger", "liger-native", "verl", "verl-torch", "cut-cross-entropy", "quack")

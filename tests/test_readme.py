@@ -112,7 +112,7 @@ def test_links_and_files(name):
     text = read(name)
     targets = [(ROOT / name).parent / target for target in re.findall(r"\]\(([^)#:]+)[)#]", text)]
     targets += [ROOT / target for target in re.findall(r"`((?:grpo_kernels|csrc|tests|python|bench)/[\w./]*)`", text)]
-    inside = re.findall(r"`((?:head|kernels|commands|benchmarks)/[\w./]*)`", text)
+    inside = re.findall(r"`((?:head|kernels|commands)/[\w./]*)`", text)
     targets += [ROOT / "grpo_kernels" / target for target in inside]
     assert targets and not [target for target in targets if not target.exists()]
 

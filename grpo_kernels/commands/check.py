@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..benchmarks.reference import relative_error
 from ..config import GRPOConfig
 from ..kernels import candidates, unavailable_reason
 from ..loss import fused_grpo_loss
@@ -257,3 +256,18 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor], scale: float) -> 
         error = relative_error(found[name], x, least) if name in found else math.inf
         out[name] = error if math.isfinite(error) else math.inf
     return out
+
+
+def relative_error(found: Tensor, exact: Tensor, least: float = 0.0) -> float:
+    """|found - exact| / max(|exact|, least) in Euclidean norms and float64; 0 where both are 0.
+
+    Piece by piece: neither tensor is held in float64 whole.
+    """
+    if found.shape != exact.shape:
+        raise ValueError(f"found has shape {tuple(found.shape)}; expected that of exact, {tuple(exact.shape)}")
+    pairs = list(
+        zip(torch.split(found, 4096), torch.split(exact, 4096), strict=True) if exact.dim() else [(found, exact)]
+    )
+    distance = math.sqrt(math.fsum((a.double() - b.double()).square().sum().item() for a, b in pairs))
+    norm = math.sqrt(math.fsum(b.double().square().sum().item() for _, b in pairs))
+    return distance / max(norm, least, 1e-30) if distance else 0.0

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import __version__
-from ..benchmarks import command as benchmark
 from ..kernels import registered_backends
 from ..trainer import missing_packages
+from .bench import command as benchmark
 
 TRAINING = {
     "demo": "a small language model learns addition with this loss, offline, in minutes: train's default run",

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import warnings
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import __version__
-from ..benchmarks.machine import driver_version, package_version, processor
 from ..kernels import auto_choice, candidates, registered_backends, unavailable_reason
 from ..kernels.compiled.cpu import compiled_module as cpu_module
 from ..kernels.compiled.cuda import compiled_module, version
@@ -88,6 +90,32 @@ def _versions(module: Any) -> dict[str, str | None]:
         "cuda_of_driver": version(driver) if driver else None,
         "driver": driver_version(),
     }
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    names = re.findall(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver, None without one."""
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", read_text("/proc/driver/nvidia/version"))
+    return found and found[1]
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _devices() -> list[torch.device]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
 
-from ..benchmarks.machine import peak, restart_peak
 from . import RunError, evaluate
 from . import demo as demonstration
 from .arguments import DEMO, TrainArguments, make_parser, parse
 from .loop import Trainer
+from .memory import peak, restart_peak
 from .ranks import on_cpu
 from .records import counted
 from .run import MIB, Run, advice_on_memory

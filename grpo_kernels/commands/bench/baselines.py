@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import GRPOConfig, fused_grpo_loss, fused_logps
-from ..kernels import unavailable_reason
+from ... import GRPOConfig, fused_grpo_loss, fused_logps
+from ...kernels import unavailable_reason
 from .inputs import EPSILON, Inputs, grpo_objective
 
 

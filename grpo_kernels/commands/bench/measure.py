@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...trainer.memory import peak, restart_peak
 from .baselines import Step, Unsupported
 from .cases import Case
 from .inputs import Inputs, make_inputs
-from .machine import OUT_OF_MEMORY, describe, limit_memory, peak, restart_peak, synchronize
+from .machine import OUT_OF_MEMORY, describe, limit_memory, synchronize
 from .peers import IMPLEMENTATIONS
 from .process import NOT_RUN, Died, OnProgress, run_in_subprocess
 from .reference import Reference, errors, off_policy, reference, why_wrong

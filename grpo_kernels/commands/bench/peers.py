@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import registered_backends
+from ...kernels import registered_backends
 from . import baselines
 from .baselines import Result, Step, Unsupported, from_logps, gradients, ours
 from .inputs import EPSILON, Inputs

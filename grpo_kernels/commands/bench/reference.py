@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..check import relative_error
 from .baselines import Result
 from .inputs import LOG_RATIOS, Inputs, token_losses
 
@@ -106,21 +107,6 @@ def why_wrong(right: Reference, result: Result, found: dict[str, float], dtype: 
     limits = {"logps_max": LOGP_TOLERANCE[dtype], "logps_rms": LOGP_TOLERANCE[dtype]}
     wrong = [f"{name} is off by {e:.1e}" for name, e in found.items() if not e <= limits.get(name, TOLERANCE[dtype])]
     return ", ".join(wrong) or None
-
-
-def relative_error(found: Tensor, exact: Tensor, least: float = 0.0) -> float:
-    """|found - exact| / max(|exact|, least) in Euclidean norms and float64; 0 where both are 0.
-
-    Piece by piece: neither tensor is held in float64 whole.
-    """
-    if found.shape != exact.shape:
-        raise ValueError(f"found has shape {tuple(found.shape)}; expected that of exact, {tuple(exact.shape)}")
-    pairs = list(
-        zip(torch.split(found, 4096), torch.split(exact, 4096), strict=True) if exact.dim() else [(found, exact)]
-    )
-    distance = math.sqrt(math.fsum((a.double() - b.double()).square().sum().item() for a, b in pairs))
-    norm = math.sqrt(math.fsum(b.double().square().sum().item() for _, b in pairs))
-    return distance / max(norm, least, 1e-30) if distance else 0.0
 
 
 def _chunks(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -10,15 +10,15 @@ import datetime
 import json
 import os
 import platform
-import re
 import resource
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import __version__, available_backends
+from ... import __version__, available_backends
+from ...trainer.memory import bytes_of
+from ..env import driver_version, package_version, processor
 
 Document = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
@@ -81,58 +81,7 @@ def describe(error: BaseException) -> str:
 
 def limit_memory() -> None:
     """Make an allocation that the machine cannot hold fail here, before the kernel kills some process. Linux."""
-    available = _field("/proc/meminfo", "MemAvailable")
+    available = bytes_of("/proc/meminfo", "MemAvailable")
     if available is not None:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (max(0, available - _RESERVE), most))
-
-
-def restart_peak(device: torch.device) -> int | None:
-    """Set the high-water mark of memory to what is held now, and return that; None where the system has none."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _field("/proc/self/status", "VmRSS")
-
-
-def peak(device: torch.device) -> int:
-    """Bytes at the high-water mark, for after `restart_peak`."""
-    found = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _field("/proc/self/status", "VmHWM")
-    assert found is not None
-    return found
-
-
-def _field(path: str, name: str) -> int | None:
-    """Bytes of a line such as `VmHWM:   123 kB`."""
-    found = re.search(rf"^{name}:\s*(\d+) kB", read_text(path), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def processor() -> str:
-    """The name of the CPU."""
-    names = re.findall(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def driver_version() -> str | None:
-    """The version of NVIDIA's driver, None without one."""
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", read_text("/proc/driver/nvidia/version"))
-    return found and found[1]
-
-
-def read_text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def package_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

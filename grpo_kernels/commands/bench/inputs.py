@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..rewards import group_advantages
-from ..sampling_mask import SamplingMask
+from ...rewards import group_advantages
+from ...sampling_mask import SamplingMask
 from .cases import Case
 
 EPSILON = 0.2
