@@ -39,7 +39,7 @@ SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache_
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo demo-chat test notebook docs bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo demo-chat test notebook docs bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels hub clean
 
 # The text after ## of each target.
 help:
@@ -141,15 +141,20 @@ wheel: $(VENV)/.installed ## source archive and wheel in dist/
 wheels: $(VENV)/.created ## source archive, and wheels for the CPU and each CUDA version, for x86-64 and aarch64, in dist/
 	$(BIN)/python tools/wheels.py $(ARGS)
 
+hub: $(VENV)/.created ## the package as a kernel for the Hugging Face Hub, in build/hub
+	$(BIN)/python tools/hub.py
+
 clean: ## remove the virtual environments and everything built
 	rm -rf $(VENV) $(VENV)-bench .venv-installed build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .benchmarks
 
 # The packages that the integrations serve and the benchmarks compare with, beside the package itself, which is installed.
 # Of verl's dependencies, which are many, none is needed for either; they keep it from Python 3.13, which its modules
-# that are read here run on. DeepSpeed's setup.py imports torch; it compiles nothing before its operators are used.
+# that are read here run on. DeepSpeed's setup.py imports torch; it compiles nothing before its operators are used. Of
+# those of kernels the ones left out verify signatures, which a folder has none of.
 $(VENV)/.peers: $(VENV)/.built
 	$(INSTALL) "grpo-kernels[peers]"
 	$(INSTALL) --no-deps --ignore-requires-python verl==0.9.1
+	$(INSTALL) --no-deps kernels==0.17.2
 	$(INSTALL) --no-build-isolation deepspeed==0.19.8
 	@touch $@
 

@@ -16,3 +16,12 @@ ADVANTAGE_BASELINES: tuple[AdvantageBaseline, ...] = get_args(AdvantageBaseline)
 # so does the bias-corrected KL, the product of the two, at the same number.
 EXPONENT_LIMIT = 80.0
 PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """Returns the full name of a custom operator, below the name that this copy of the package is imported by.
+
+    Two copies in one process, one of them loaded from the Hugging Face Hub, then register operators of their own. The
+    function has the name that kernel-builder looks for where operators are registered.
+    """
+    return f"{__name__.partition('.')[0]}::{op_name}"

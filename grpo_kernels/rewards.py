@@ -20,7 +20,7 @@ from .checks.arguments import (
 from .checks.plain import check_kind, check_shape
 from .config import check_count, check_ddof, check_number, check_one_of
 from .head.shared import is_traced
-from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
+from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, add_op_namespace_prefix
 
 _FINITE = "a finite number: smaller rewards, or a scale that divides by their deviation"
 _REWARD = "a finite number, or NaN for no verdict"
@@ -193,7 +193,9 @@ def _statistics_of_groups(
     return advantages, mean, std
 
 
-_traced_statistics = torch.library.custom_op("grpo_kernels::group_statistics", _statistics_of_groups, mutates_args=())
+_traced_statistics = torch.library.custom_op(
+    add_op_namespace_prefix("group_statistics"), _statistics_of_groups, mutates_args=()
+)
 
 
 @_traced_statistics.register_fake

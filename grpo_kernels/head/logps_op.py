@@ -16,6 +16,7 @@ from ..checks.plain import check_gathered, stored
 from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..kernels import get_backend
 from ..kernels.operations import LogitTransform, Statistics
+from ..names import add_op_namespace_prefix
 from ..teacher import Teacher, TopKTeacher, check_teacher_values
 from .chunk_size import Selection, select_tokens
 from .gradients import refuse_double_backward
@@ -260,7 +261,7 @@ class _Logps(torch.autograd.Function):
         return *_compute_gradients(outer, saved[:3], call, saved[3:5], wants, ctx.teacher), None
 
 
-@torch.library.custom_op("grpo_kernels::logps", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("logps"), mutates_args=())
 def logps(
     hidden: Tensor,
     weight: Tensor,
@@ -291,7 +292,7 @@ def _(hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtyp
     return tuple(hidden.new_empty(size, dtype=kind) for size, kind in results)
 
 
-@torch.library.custom_op("grpo_kernels::logps_backward", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("logps_backward"), mutates_args=())
 def logps_backward(
     outer: Sequence[Tensor],
     inputs: Sequence[Optional[Tensor]],

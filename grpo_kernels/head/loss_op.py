@@ -22,6 +22,7 @@ from ..config import config_from_key
 from ..kernels import get_backend
 from ..kernels.objective_rules import has_kernel
 from ..kernels.operations import LogitTransform, Statistics
+from ..names import add_op_namespace_prefix
 from ..objective.loss import GRPOLoss
 from ..objective.metrics import Batch
 from ..objective.tokens import Rules, TokenInputs, Tokens, plan, rules_of
@@ -245,7 +246,7 @@ def _clear_rows(x: Tensor, chosen: Tensor) -> None:
         x.index_fill_(0, chosen.nonzero().squeeze(1), 0.0)
 
 
-@torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("grpo_loss"), mutates_args=())
 def grpo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -329,7 +330,7 @@ def _hand_out_gradients(operator: Any, name: str, count: int) -> None:
 _hand_out_gradients(grpo_loss, "fused_grpo_loss", 3)
 
 
-@torch.library.custom_op("grpo_kernels::policy_loss", mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("policy_loss"), mutates_args=())
 def policy_loss(
     logps: Tensor,
     entropy: Tensor,

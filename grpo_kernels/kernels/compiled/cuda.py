@@ -29,7 +29,7 @@ def load() -> tuple[Backend | None, str]:
 
 def installed() -> bool:
     """Whether this installation has CUDA kernels at all."""
-    return find_spec("grpo_kernels._cuda") is not None
+    return find_spec("..._cuda", __package__) is not None
 
 
 def compiled_module() -> tuple[ModuleType | None, str]:
