@@ -174,7 +174,7 @@ $(TORCH:%=build/torch-%/.installed): build/torch-%/.installed: $(VENV)/.created
 	$(BIN)/python -m venv --clear build/torch-$*
 	sed -E '/^(torch|triton|transformers)==/d' .ci/constraints.txt > build/torch-$*/constraints.txt
 	build/torch-$*/bin/python -m pip install --quiet -c build/torch-$*/constraints.txt $(patsubst torch==newest,torch,torch==$*) \
-	    numpy pytest pytest-xdist "setuptools>=77" "pybind11>=3,<4" "ninja>=1.11"
+	    numpy pytest pytest-xdist "setuptools>=77" "ninja>=1.11"
 	build/torch-$*/bin/python -c "import torch, triton; print('torch', torch.__version__, 'with Triton', triton.__version__)"
 	@touch $@
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from addresses import URLS  # noqa: E402
 from kernel_build import cpu, cuda  # noqa: E402
-from kernel_build.host import BuildError  # noqa: E402
+from kernel_build.host import HAS_STABLE_ABI, STABLE_ABI, BuildError  # noqa: E402
 
 CPU, CUDA = "grpo_kernels._cpu", "grpo_kernels._cuda"
 PURE = os.environ.get("GRPO_KERNELS_NATIVE") == "0"
@@ -72,7 +72,7 @@ class NinjaBuild(build_ext):
         except (BuildError, ImportError, OSError) as error:
             if wanted == "1" and not PURE:
                 raise SystemExit(f"grpo_kernels: {variable}=1, but {error}") from error
-            target.unlink(missing_ok=True)  # of an earlier build: it would be shipped, or used
+            remove_built(target)  # of an earlier build: it would be shipped, or used
             print(f"grpo_kernels: no {what} ({error}); {instead}.", file=sys.stderr, flush=True)
             return None
 
@@ -90,6 +90,14 @@ def replace(target: Path, built: Path) -> None:
     replacement = target.with_name(target.name + ".new")
     shutil.copyfile(built, replacement)
     os.replace(replacement, target)
+    remove_built(target, but=target)
+
+
+def remove_built(target: Path, but: Path | None = None) -> None:
+    """Removes this module under whichever name: Python would take one that names its version before the others."""
+    for file in target.parent.glob(f"{target.name.split('.')[0]}.*so"):
+        if file != but:
+            file.unlink()
 
 
 def version() -> str:
@@ -102,8 +110,11 @@ if __name__ == "__main__":
     setup(
         version=version(),
         project_urls=URLS,
-        ext_modules=[] if PURE else [Extension(CPU, []), Extension(CUDA, [])],
+        ext_modules=[] if PURE else [Extension(name, [], py_limited_api=HAS_STABLE_ABI) for name in (CPU, CUDA)],
         cmdclass={"build": Build, "build_ext": NinjaBuild},
         # one folder per variant: what another build left in build/lib must not get into this wheel
-        options={"build": {"build_base": f"build/wheel-{'pure' if PURE else LOCAL_VERSION or 'local'}"}},
+        options={
+            "build": {"build_base": f"build/wheel-{'pure' if PURE else LOCAL_VERSION or 'local'}"},
+            "bdist_wheel": {"py_limited_api": STABLE_ABI} if HAS_STABLE_ABI else {},
+        },
     )

@@ -3,9 +3,13 @@
 // addresses, and give nothing but these; shapes and types are checked in Python (grpo_kernels/kernels/compiled), and
 // the interpreter lock is released while a kernel runs. The last argument says where it runs: a number of threads, or a
 // stream's address.
+//
+// Only Python's stable ABI is used (Py_LIMITED_API, see tools/kernel_build/host.py): a module serves every later
+// Python.
 #pragma once
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -15,11 +19,11 @@
 
 namespace binding {
 
-namespace py = pybind11;
+struct PythonError {};  // thrown where Python has an exception set
 
 class Arguments {
   public:
-    explicit Arguments(const py::tuple& given) : given_(given) {}
+    Arguments(PyObject* const* given, Py_ssize_t count) : given_(given), count_(count) {}
 
     template <class... T>
     void read(T&... targets) {
@@ -30,27 +34,27 @@ class Arguments {
     template <class... T>
     void read_all(T&... targets) {
         read(targets...);
-        if (next_ != PyTuple_GET_SIZE(given_.ptr())) refuse();
+        if (next_ != count_) refuse();
     }
 
     PyObject* next() {
-        if (next_ == PyTuple_GET_SIZE(given_.ptr())) refuse();
-        return PyTuple_GET_ITEM(given_.ptr(), next_++);
+        if (next_ == count_) refuse();
+        return given_[next_++];
     }
 
   private:
     [[noreturn]] void refuse() const {
-        throw std::invalid_argument("got " + std::to_string(given_.size()) + " arguments, read " +
-                                    std::to_string(next_));
+        throw std::invalid_argument("got " + std::to_string(count_) + " arguments, read " + std::to_string(next_));
     }
 
-    py::tuple given_;
-    py::ssize_t next_ = 0;
+    PyObject* const* given_;
+    Py_ssize_t count_;
+    Py_ssize_t next_ = 0;
 };
 
 template <class T>
 T checked(T number) {
-    if (number == static_cast<T>(-1) && PyErr_Occurred()) throw py::error_already_set();
+    if (number == static_cast<T>(-1) && PyErr_Occurred()) throw PythonError();
     return number;
 }
 
@@ -74,11 +78,19 @@ void take(Arguments& given, T*& pointer) {
     if (PyLong_Check(next)) {
         address = checked(PyLong_AsSize_t(next));
     } else if (next != Py_None) {
-        const auto number = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(next, method));
-        if (!number) throw py::error_already_set();
-        address = checked(PyLong_AsSize_t(number.ptr()));
+        PyObject* const number = PyObject_CallMethodObjArgs(next, method, nullptr);
+        if (number == nullptr) throw PythonError();
+        address = PyLong_AsSize_t(number);
+        Py_DECREF(number);
+        checked(address);
     }
     pointer = reinterpret_cast<T*>(address);
+}
+
+// A string, valid during the call.
+inline void take(Arguments& given, const char*& text) {
+    text = PyUnicode_AsUTF8AndSize(given.next(), nullptr);
+    if (text == nullptr) throw PythonError();
 }
 
 inline void take(Arguments& given, gk::RowTokens& a) { given.read(a.start, a.index); }
@@ -91,17 +103,70 @@ inline void take(Arguments& given, gk::RowArgs& a) {
                a.params);
 }
 
-// A function of the C++ API, for Python.
+inline PyObject* to_python(bool result) { return PyBool_FromLong(result); }
+inline PyObject* to_python(int result) { return PyLong_FromLong(result); }
+inline PyObject* to_python(size_t result) { return PyLong_FromSize_t(result); }
+inline PyObject* to_python(const char* result) { return PyUnicode_FromString(result); }
+
+// Releases the interpreter lock while it lives.
+class Unlocked {
+  public:
+    Unlocked() : thread_(PyEval_SaveThread()) {}
+    ~Unlocked() { PyEval_RestoreThread(thread_); }
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+  private:
+    PyThreadState* const thread_;
+};
+
 template <auto kRun>
 struct Bound;
 template <class Result, class... T, Result (*kRun)(T...)>
 struct Bound<kRun> {
-    static Result call(const py::args& given) {
-        std::tuple<std::decay_t<T>...> values = {};
-        std::apply([&](auto&... each) { Arguments(given).read_all(each...); }, values);
-        py::gil_scoped_release unlocked;
+    static Result run(std::tuple<std::decay_t<T>...>& values) {
+        Unlocked unlocked;
         return std::apply(kRun, values);
     }
+
+    static PyObject* call(PyObject* /* the module */, PyObject* const* given, Py_ssize_t count) noexcept {
+        try {
+            std::tuple<std::decay_t<T>...> values = {};
+            std::apply([&](auto&... each) { Arguments(given, count).read_all(each...); }, values);
+            if constexpr (std::is_void_v<Result>) {
+                run(values);
+                return Py_NewRef(Py_None);
+            } else {
+                return to_python(run(values));
+            }
+        } catch (const PythonError&) {
+        } catch (const std::invalid_argument& error) {
+            PyErr_SetString(PyExc_ValueError, error.what());
+        } catch (const std::bad_alloc& error) {
+            PyErr_SetString(PyExc_MemoryError, error.what());
+        } catch (const std::exception& error) {
+            PyErr_SetString(PyExc_RuntimeError, error.what());
+        }
+        return nullptr;
+    }
 };
+
+// A function of the C++ API, for Python.
+template <auto kRun>
+PyMethodDef function(const char* name) {
+    auto* const call = reinterpret_cast<void (*)()>(Bound<kRun>::call);
+    return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL, nullptr};
+}
+
+inline int add_interface(PyObject* module) { return PyModule_AddIntConstant(module, "INTERFACE", gk::kInterface); }
+
+// What PyInit_<name> returns; `functions` end with an empty one.
+inline PyObject* define_module(const char* name, PyMethodDef* functions) {
+    static PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(add_interface)}, {0, nullptr}};
+    static PyModuleDef definition = {
+        PyModuleDef_HEAD_INIT, name, nullptr, 0, functions, slots, nullptr, nullptr, nullptr,
+    };
+    return PyModuleDef_Init(&definition);
+}
 
 }  // namespace binding

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import wheels  # noqa: E402
 from kernel_build import cuda  # noqa: E402
 from kernel_build.cuda import architectures, find_device_compiler  # noqa: E402
-from kernel_build.host import BuildError  # noqa: E402
+from kernel_build.host import STABLE_ABI, BuildError  # noqa: E402
+
+import setup  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="CUDA is built on Linux alone")
 
@@ -146,9 +148,11 @@ def test_a_build_in_isolation_asks_for_nvrtc_where_cuda_kernels_are_wanted(bare,
 
 
 def test_one_range_of_pythons():
-    """What pyproject.toml promises is what wheels are built for, what make takes, and what the README says."""
-    promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    """What pyproject.toml promises is what wheels are tried with, what make takes, and what the README says."""
+    project = (ROOT / "pyproject.toml").read_text()
+    promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     assert tuple(promised) == wheels.PYTHONS
+    assert f'requires-python = ">={promised[0]}"' in project and f"cp{promised[0].replace('.', '')}" == STABLE_ABI
     makefile, readme = (ROOT / "Makefile").read_text(), (ROOT / "README.md").read_text()
     assert f"PYTHON ?= python3 {' '.join(f'python{version}' for version in reversed(promised))}\n" in makefile
     assert f"No Python {promised[0]} to {promised[-1]}$(WITH) among" in makefile
@@ -171,14 +175,25 @@ def test_the_local_version_is_of_wheels_alone():
     assert run_setup("--version", GRPO_KERNELS_LOCAL_VERSION="cu130").stdout.split() == ["0.1.0+cu130"]
 
 
-def test_what_cannot_be_built_is_said_and_removed(tmp_path):
-    suffix = subprocess.check_output(
-        [sys.executable, "-c", "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"], text=True
-    ).strip()
-    stale = [tmp_path / "grpo_kernels" / f"{name}{suffix}" for name in ("_cpu", "_cuda")]
-    stale[0].parent.mkdir()
-    for file in stale:
+def earlier_modules(folder: Path) -> list[Path]:
+    folder.mkdir()
+    files = [folder / f"{name}{suffix}" for name in ("_cpu", "_cuda") for suffix in (".cpython-311.so", ".abi3.so")]
+    for file in files:
         file.write_text("of an earlier build")
+    return files
+
+
+def test_a_module_replaces_those_of_other_names(tmp_path):
+    """Python takes _cpu.cpython-311-x86_64-linux-gnu.so before _cpu.abi3.so: that of an earlier build would hide it."""
+    old, kept, *cuda_files = earlier_modules(tmp_path / "grpo_kernels")
+    (tmp_path / "built.so").write_text("of this build")
+    setup.replace(kept, tmp_path / "built.so")
+    assert sorted(kept.parent.iterdir()) == sorted([kept, *cuda_files]) and not old.exists()
+    assert kept.read_text() == "of this build"
+
+
+def test_what_cannot_be_built_is_said_and_removed(tmp_path):
+    stale = earlier_modules(tmp_path / "grpo_kernels")
     missing = {"CXX": "no-such-compiler", "GRPO_KERNELS_NVRTC": "/nowhere"}
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_CUDA_ARCHS="80", **missing)
     assert done.returncode == 0 and not any(file.exists() for file in stale)

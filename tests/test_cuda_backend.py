@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import warnings
+from email.message import Message
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -110,7 +111,11 @@ UNUSABLE = {
     "no driver": (dict(driver_cuda=0), r"no NVIDIA driver was found \(libcuda.so.1\): install one"),
     "old driver": (
         dict(driver_cuda=12080, built_for_cuda=13000),
-        "built for CUDA 13.0 and the driver is for CUDA 12.8: update the driver, or install",
+        r"built for CUDA 13.0 and the driver is for CUDA 12.8: update the driver, or install the wheel \+cu128",
+    ),
+    "older driver": (
+        dict(driver_cuda=11080, built_for_cuda=12060),
+        "built for CUDA 12.6 and the driver is for CUDA 11.8: update the driver$",
     ),
     "torch without CUDA": (dict(cuda=None, is_available=False), "is built without CUDA: python -m torch"),
     "torch without GPU": (dict(is_available=False), "with CUDA 13.0 sees no GPU: python -m torch"),
@@ -175,6 +180,20 @@ def test_an_installation_without_cuda_kernels_is_a_choice(machine):
     taken, (said,) = auto()
     assert taken == "torch" and "'cuda' is not available (this installation has no" in said
     assert "'triton' is not available (it is too old); using 'torch'" in said
+
+
+@pytest.mark.parametrize(("of_torch", "wheel"), [("13.2", "cu130"), ("12.6", "cu128"), (None, "cu130")])
+def test_the_wheel_for_this_torch_is_named_with_the_command_that_installs_it(machine, of_torch, wheel):
+    machine.without_kernels()
+    machine.has(cuda=of_torch)
+    assert f"install the wheel +{wheel}, or build with" in cuda_backend.load()[1]
+    published = Message()
+    published["Version"] = "0.1.0+cu126"
+    for url in ("Repository, https://github.com/owner/name", "Wheels, https://owner.github.io/name/whl/"):
+        published["Project-URL"] = url
+    machine.patch.setattr(cuda_backend, "metadata", lambda name: published)
+    command = f"pip install grpo-kernels==0.1.0+{wheel} --extra-index-url https://owner.github.io/name/whl/{wheel}/"
+    assert f"install the wheel +{wheel} ({command}), or build with" in cuda_backend.load()[1]
 
 
 def test_a_module_that_cannot_be_imported(machine):

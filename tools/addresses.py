@@ -8,4 +8,5 @@ URLS = {
     "Repository": REPOSITORY,
     "Issues": f"{REPOSITORY}/issues",
     "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+    "Wheels": f"https://{_owner}.github.io/{_name}/whl/",  # an index per CUDA version, .../whl/cu130/
 } if REPOSITORY else {}  # fmt: skip

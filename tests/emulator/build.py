@@ -27,10 +27,8 @@ SANITIZED = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recove
 
 def build_module(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = OPTIMISED) -> Path:
     """The Python module grpo_kernels._cuda, from this copy of csrc and python/, over the emulated GPU."""
-    import pybind11
-
     binding = ROOT / "python" / "cuda_module.cpp"
-    include = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}", f"-I{binding.parent}"]
+    include = [f"-isystem{sysconfig.get_path('include')}", f"-I{binding.parent}"]
     name = "_cuda" + sysconfig.get_config_var("EXT_SUFFIX")
     return build([binding], csrc, [*flags, "-fvisibility=hidden", *include], name, ["-shared"])
 

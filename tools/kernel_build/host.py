@@ -15,6 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 EXPORTS = Path(__file__).with_name("exports.map")
 
+# The bindings use the stable ABI of the oldest Python that pyproject.toml allows: a module serves it and later ones.
+# A free-threaded Python before 3.15 has none, and gets a module of its own.
+STABLE_ABI = "cp311"
+HAS_STABLE_ABI = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
 # A multiply may fuse with an add; apart from that every operation rounds as written. No -ffast-math: NaN and infinity
 # mean something here. -Wno-psabi: vectors are passed between inlined functions only.
 CXX_FLAGS = shlex.split(
@@ -120,15 +125,17 @@ class HostModule:
 
     def add_binding(self, source: Path) -> None:
         """The one file that includes Python's headers."""
-        import pybind11
-
-        include = sysconfig.get_paths()["include"]
-        flags = ["-isystem", pybind11.get_include(), "-isystem", include, f"-I{ROOT / 'csrc'}"]
-        self.add(source, flags, name=f"{source.stem}.{sys.implementation.cache_tag}")
+        self.add(source, [*python_flags(), f"-I{ROOT / 'csrc'}"], name=f"{source.stem}.{sys.implementation.cache_tag}")
 
     def link(self, name: str | Path, libraries: Iterable[str] = (), *, rule: str = "link") -> Path:
         """`rule`: "link" makes a module, "program" a program."""
         return self.ninja.build(self.ninja.folder / name, rule, self.objects, libraries=shell(libraries))
+
+
+def python_flags() -> list[str]:
+    """Where Python's headers are, and what of them may be used."""
+    limited = [f"-DPy_LIMITED_API=0x03{int(STABLE_ABI[3:]):02x}0000"] if HAS_STABLE_ABI else []
+    return [*limited, "-isystem", sysconfig.get_paths()["include"]]
 
 
 def shell(arguments: Iterable[str]) -> str:

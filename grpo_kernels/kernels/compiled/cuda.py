@@ -6,6 +6,7 @@ another backend does the work.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -35,8 +36,9 @@ def installed() -> bool:
 def compiled_module() -> tuple[ModuleType | None, str]:
     """(grpo_kernels._cuda, "") or (None, why it cannot be imported); it imports without a driver and without a GPU."""
     if not installed():
+        major = (torch.version.cuda or "13").split(".")[0]
         return None, (
-            "this installation has no CUDA kernels: install a wheel that has (+cu130, +cu128, +cu126), or build with "
+            f"this installation has no CUDA kernels: install {wheel_for(1000 * int(major))}, or build with "
             "GRPO_KERNELS_CUDA=1 pip install ."
         )
     try:
@@ -55,7 +57,7 @@ def _why_not_here(module: ModuleType) -> str:
     if driver == 0:
         return "no NVIDIA driver was found (libcuda.so.1): install one, nvidia-smi shows whether it works"
     if driver // 1000 < built // 1000:  # within a major version older drivers run newer kernels
-        older = ", or install the wheel of an older CUDA" if driver >= 12000 else ""
+        older = f", or install {wheel_for(driver)}" if driver >= 12000 else ""
         return (
             f"the kernels are built for CUDA {version(built)} and the driver is for CUDA {version(driver)}: "
             f"update the driver{older}"
@@ -64,6 +66,20 @@ def _why_not_here(module: ModuleType) -> str:
         kind = "is built without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda} sees no GPU"
         return f"torch {torch.__version__} {kind}: python -m torch.utils.collect_env shows what it finds"
     return ""
+
+
+def wheel_for(cuda: int) -> str:
+    """Names the wheel for a driver or a torch of this CUDA version (12080), with the command that installs it where the
+    package's metadata says where wheels are (tools/addresses.py)."""
+    name = "cu130" if cuda >= 13000 else "cu128"
+    try:
+        facts = metadata("grpo-kernels")
+    except PackageNotFoundError:
+        return f"the wheel +{name}"
+    (address,) = [url for url in facts.get_all("Project-URL", []) if url.startswith("Wheels, ")] or [""]
+    plain, index = facts["Version"].split("+")[0], f"{address.removeprefix('Wheels, ')}{name}/"
+    command = f" (pip install grpo-kernels=={plain}+{name} --extra-index-url {index})" if address else ""
+    return f"the wheel +{name}{command}"
 
 
 def version(cuda: int) -> str:
