@@ -115,13 +115,16 @@ def test_groups_add_up_and_follow_their_names(backend):
 
 
 def test_metric_sums_of_micro_batches_add_up(backend):
+    """Those of a sampling mask and of a sampling engine too, over tokens and over sequences."""
     batch = off_policy(make_batch(3)).with_options(sampling_mask=make_sampling_mask((4, 6), 67))
+    rollout = batch.options["old_logps"] + torch.linspace(-0.3, 0.3, 24).view(4, 6)
+    batch = batch.with_options(rollout_logps=rollout, rollout_weights=torch.linspace(0.0, 1.5, 24).view(4, 6))
     whole, *parts = (call(part, backend=backend) for part in (batch, *(part_of(batch, rows) for rows in PARTS)))
     for name, (total, count) in whole.metric_sums.items():
         added = sum(p.metric_sums[name][0] for p in parts)
         assert torch.allclose(added, total, atol=1e-5, equal_nan=name == "sampling_mask/kept_mass"), name
         assert sum(p.metric_sums[name][1] for p in parts) == count
-        assert count == 24 or ("sampling_mask" in name and count > 0)
+        assert count == (4 if "ratio_sequence" in name else 24) or ("sampling_mask" in name and count > 0)
         assert torch.allclose(whole.metrics[name], total / count, equal_nan=True)
     clipped = whole.metrics["clip_ratio/low"] + whole.metrics["clip_ratio/high"]
     assert torch.allclose(whole.metrics["clip_ratio/region"], clipped) and clipped > 0

@@ -7,7 +7,6 @@ import enum
 import math
 import re
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from helpers import make_batch, off_policy
 
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
-from grpo_kernels.checks.arguments import check_config
-from grpo_kernels.config import SURROGATE_RULES, Surrogate
 
 CPU = torch.device("cpu")
 
@@ -81,6 +78,7 @@ def top_k(ids=TWO_IDS, logps=TWO_LOGPS, mode="tail") -> gk.TopKTeacher:
     return gk.TopKTeacher(ids, logps, mode)
 
 
+FOREIGN = type("GRPOConfig", (), {"__module__": "trl.trainer.grpo_config"})()
 CASES = {
     # shapes
     "hidden 1-D": (lambda: changed(hidden=torch.rand(24)), ValueError, "hidden", "(24,)", "(B, T, H) or packed (N, H)"),
@@ -107,6 +105,7 @@ CASES = {
     "old int": (lambda: changed(old_logps=torch.zeros(4, 6).long()), TypeError, "old_logps", "int64", "floating-point"),
     "normalizer text": (lambda: changed(normalizer="4"), TypeError, "normalizer", "str", "number"),
     "config dict": (lambda: changed(config={"beta": 0.1}), TypeError, "config", "dict", "GRPOConfig"),
+    "config of TRL": (lambda: changed(config=FOREIGN), TypeError, "config is a trl.trainer.grpo_config.GRPOConfig; expected a grpo_kernels", "from_trl(config)"),
     # devices
     "weight elsewhere": (lambda: changed(lm_head_weight=torch.rand(67, 24, device=meta)), ValueError, "lm_head_weight", "meta", "cpu"),
     "normalizer elsewhere": (lambda: changed(normalizer=torch.ones((), device=meta)), ValueError, "normalizer", "meta", "no values"),
@@ -207,7 +206,7 @@ def test_the_good_call_is_good():
 
 @pytest.mark.parametrize(("value", "packed"), [(math.nan, False), (math.inf, True)])
 def test_the_advantage_of_a_sequence_without_tokens_is_not_looked_at(value, packed):
-    """test_traps.py has the other numbers of masked tokens."""
+    """test_sweep.py has the other numbers of masked tokens."""
     given = packed_arguments() if packed else arguments()
     mask = given["completion_mask"].clone()
     mask.view(4, 6)[2] = False
@@ -264,18 +263,7 @@ LOGIT_OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [gk.fused_logps, gk.fused_policy_loss])
-def test_options_of_the_logits_are_refused(function):
-    given = {n: x for n, x in arguments().items() if n not in ("advantages", "old_logps", "ref_logps")}
-    if function is gk.fused_policy_loss:
-        given["loss_fn"] = lambda chunk: chunk.logps.sum()
-    for changes, error, *words in LOGIT_OPTIONS:
-        refuses(function, given | changes, error, *words)
-    masked = given["completion_mask"].clone()
-    masked[2, 3] = False
-    function(**given | {"completion_mask": masked, "temperature": spoiled((4, 6), -1.0, 2, 3)})
-
-
+HEAD = {n: x for n, x in arguments().items() if n not in ("advantages", "old_logps", "ref_logps")}
 LOGPS = dict(logps=torch.zeros(4, 6), advantages=torch.ones(4), old_logps=torch.zeros(4, 6))
 PACKED_LOGPS = dict(logps=torch.zeros(24), old_logps=None)
 LOGITS = dict(logits=torch.zeros(4, 6, 7), completion_ids=torch.zeros(4, 6).long(), advantages=torch.ones(4))
@@ -285,6 +273,8 @@ WEIGHTS = dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2))
 ENTROPY = dict(entropy=torch.ones(2, 3))
 K_IDS = dict(hidden=torch.rand(4, 6, 24), lm_head_weight=torch.rand(67, 24))
 OTHERS = [
+    (gk.fused_logps, HEAD, LOGIT_OPTIONS),
+    (gk.fused_policy_loss, HEAD | dict(loss_fn=lambda c: c.logps.sum()), LOGIT_OPTIONS),
     (gk.grpo_loss_from_logps, LOGPS, [
         (dict(logps=[0.0]), TypeError, "logps", "list", "torch.Tensor"),
         (PACKED_LOGPS | dict(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
@@ -438,7 +428,9 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "good", "cases"), OTHERS, ids=[f.__name__ for f, *_ in OTHERS])
+@pytest.mark.parametrize(
+    ("function", "good", "cases"), OTHERS, ids=[f"{f.__name__}-{len(cases)}" for f, _, cases in OTHERS]
+)
 def test_other_functions_refuse(function, good, cases):
     function(**good)
     for changes, error, *words in cases:
@@ -517,7 +509,13 @@ def test_numbers_of_numpy_are_numbers():
         surrogate=name, beta=numpy.float32(0.25), temperature=numpy.array(0.5), chunk_rows=numpy.int64(7),
         kl_clamp=[numpy.float64(2.0), None], score_inactive=numpy.bool_(False),
     )  # fmt: skip
-    assert found == wanted and found.key == wanted.key and type(found.beta) is float and type(found.chunk_rows) is int
+    assert (
+        found == wanted
+        and hash(found) == hash(wanted)
+        and found.key == wanted.key
+        and type(found.beta) is float
+        and type(found.chunk_rows) is int
+    )
     with pytest.raises(TypeError, match="beta is a ndarray; expected a number"):
         gk.GRPOConfig(beta=numpy.array([1.0]))
     ids, one, half = numpy.int64, numpy.float32, numpy.float64
@@ -539,12 +537,6 @@ def test_numbers_of_numpy_are_numbers():
         expected = call(float, int, bool)
         for kind in (one, half):
             assert torch.equal(call(kind, ids, numpy.bool_), expected), argument
-
-
-def test_a_list_of_clamps_is_hashable():
-    config = gk.GRPOConfig(beta=0.1, kl_clamp=[0.6, 0.3])
-    assert config == gk.GRPOConfig(beta=0.1, kl_clamp=(0.6, 0.3))
-    assert hash(config) == hash(gk.GRPOConfig(beta=0.1, kl_clamp=(0.6, 0.3)))
 
 
 RANGES = {
@@ -643,17 +635,6 @@ def test_what_does_not_fit_is_refused_by_name():
                 make(**options)
     with pytest.raises(ValueError, match=r"preset='ppo2'; expected one of grpo, .*verl"):
         gk.GRPOConfig.preset("ppo2")
-
-
-def test_a_configuration_of_trl_is_named_and_its_way_here():
-    foreign = type("GRPOConfig", (), {"__module__": "trl.trainer.grpo_config"})()
-    expected = r"config is a trl.trainer.grpo_config.GRPOConfig; expected a grpo_kernels.*from_trl\(config\)"
-    with pytest.raises(TypeError, match=expected):
-        check_config(foreign)
-
-
-def test_types_of_the_options_are_the_names_that_are_taken():
-    assert get_args(Surrogate) == tuple(SURROGATE_RULES)
 
 
 def test_the_package_lists_its_public_names():

@@ -375,18 +375,6 @@ def test_metrics_equal_verls(verl):
         assert found[f"rollout_weight/{name}"].item() == pytest.approx(numbers[f"rollout_is_{name}"])
 
 
-def test_metric_sums_of_parts_are_those_of_the_whole():
-    batch = with_rollout(WEIGHTS["token"])
-    whole, total = call(batch).metric_sums, {}
-    for rows in (slice(0, 2), slice(2, 6)):
-        part = batch.with_options(**{n: x[rows] for n, x in batch.options.items()})
-        part.hidden, part.ids, part.advantages = batch.hidden[rows], batch.ids[rows], batch.advantages[rows]
-        for name, pair in call(part).metric_sums.items():
-            total[name] = [x + y for x, y in zip(pair, total.get(name, (0.0, 0.0)), strict=True)]
-    for name, pair in whole.items():
-        torch.testing.assert_close(torch.stack(pair), torch.stack(total[name]), rtol=1e-5, atol=1e-5, msg=name)
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 

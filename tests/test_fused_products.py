@@ -107,11 +107,3 @@ def test_padding_may_hold_anything(products, static, kinds, backend):
         assert torch.equal(found.grads[name], x) and x.any(), name
     assert torch.equal(found.logps, expected.logps)
     assert set(kinds) == {"FusedExponentials" if products else "Exponentials"}
-
-
-def test_which_products_serve(backend):
-    single, half, bfloat = (torch.zeros(16, 16, dtype=dtype) for dtype in (torch.float32, *HALF[::-1]))
-    serve = kernels.get_backend(backend).fused_products
-    assert set(serve(bfloat, bfloat)) == {"logp", "exponentials"} and serve(single, single) == ()
-    assert serve(half, half) == ("logp",) and serve(bfloat, bfloat.T.contiguous().T) == ()
-    assert all(kernels.get_backend(name).fused_products is None for name in ("cpu", "torch"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import verl_package
-from test_default_type import default
+from test_sweep import default
 from torch import Tensor, distributed
 
 from grpo_kernels import GRPOConfig, fused_logps, grpo_loss_from_logps

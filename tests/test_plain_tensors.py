@@ -1,9 +1,6 @@
-"""Sharded tensors, modules, quantised weights: refused by name, with what to pass instead. Any views: read."""
+"""Sharded tensors, modules, quantised weights: refused by name, with what to pass instead."""
 
 from __future__ import annotations
-
-import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -11,8 +8,6 @@ from helpers import good_calls, make_batch
 from torch import Tensor, nn
 
 import grpo_kernels as gk
-from grpo_kernels.kernels import get_backend
-from grpo_kernels.teacher import is_whole
 
 FROM_HIDDEN = [name for name, given in good_calls().items() if "completion_ids" in given and "hidden" in given]
 
@@ -177,89 +172,9 @@ def check_dtensors(rank: int, group) -> None:
         assert torch.allclose(x.grad.full_tensor(), exact.grad, atol=1e-6)
 
 
-# --- views whose memory is not what they show -------------------------------------------------------------------------
-
-VIEWS = {
-    # Of floating-point tensors: stored negated, with a bit that says so. As z.conj().imag, but without gaps.
-    "negated": lambda x: torch._neg_view(-x) if x.is_floating_point() else x,
-    "apart": lambda x: torch.stack([x, x], -1)[..., 0],
-}
-DIFFERENTIABLE = ("hidden", "lm_head_weight", "lm_head_bias", "logps", "entropy", "logits")
-
-
-def viewed(given: dict, view) -> dict:
-    """The arguments with all tensors as views, those of a teacher, a mask and a configuration too."""
-
-    def of(x):
-        if isinstance(x, Tensor):
-            return view(x)
-        if dataclasses.is_dataclass(x):
-            fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
-            changed = {name: view(y) for name, y in fields.items() if isinstance(y, Tensor)}
-            return dataclasses.replace(x, **changed)
-        return x
-
-    return {name: of(x) for name, x in given.items()}
-
-
-def outcome(function: str, given: dict, view, *, gradients: bool) -> list[Tensor]:
-    """Results, and gradients of the tensors that the views are of."""
-    names = DIFFERENTIABLE if gradients and function != "entropy_quantile" else ()
-    own = {name: given[name].clone().requires_grad_() for name in names if isinstance(given.get(name), Tensor)}
-    out = getattr(gk, function)(**viewed(given | own, view))
-    found = list(out) if isinstance(out, tuple) else [out]
-    if isinstance(out, gk.SamplingMask):
-        found = list(vars(out).values())
-    if hasattr(out, "metrics"):
-        found = [out.loss, out.entropy, *out.metrics.values()]
-    tops = [x for x in found if x.requires_grad]
-    if not tops:
-        return found
-    factors = [view(torch.linspace(0.5, 1.5, x.numel()).view(x.shape)) for x in tops]
-    return [x.detach() for x in found] + list(torch.autograd.grad(tops, list(own.values()), factors))
-
-
-def variants(function: str) -> list[dict]:
-    """Arguments: as they are, without a mask, with tensors in the configuration, kept ids, a teacher of logits."""
-    given = good_calls()[function]
-    calls = [given, {name: x for name, x in given.items() if name != "completion_mask"}]
-    if "config" in given:
-        tensors = dict(entropy_coef=torch.tensor(0.1), entropy_threshold=torch.tensor(0.5))
-        config = gk.GRPOConfig(beta=0.1, temperature=torch.linspace(0.7, 1.3, 24).view(4, 6), **tensors)
-        calls.append(given | dict(config=config, token_weights=torch.linspace(0.5, 1.5, 24).view(4, 6)))
-    if function in ("fused_grpo_loss", "fused_logps", "fused_policy_loss"):
-        calls.append(given | dict(sampling_mask=gk.SamplingMask.from_padded(torch.arange(2).expand(4, 6, 2))))
-    if function == "fused_logps":
-        calls.append(given | dict(completion_ids=torch.stack([given["completion_ids"]] * 2, -1)))
-    if "teacher" in given:
-        whole = gk.Teacher(given["hidden"] * 0.9, given["lm_head_weight"] + 0.1)
-        calls += [given | dict(teacher=x) for x in (whole, dataclasses.replace(whole, top_k=5))]
-    return calls
-
-
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("function", good_calls())
-def test_views_are_what_they_show(function, view, backend):
-    for given in variants(function):
-        if is_whole(given.get("teacher")) and not get_backend(backend).takes_teachers:
-            continue
-        if "backend" in inspect.signature(getattr(gk, function)).parameters:
-            given["backend"] = backend
-        for gradients in (True, False):
-            both = (outcome(function, given, x, gradients=gradients) for x in (VIEWS[view], lambda x: x))
-            for found, expected in zip(*both, strict=True):  # NaN: an unknown kept mass
-                torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6, equal_nan=True)
-
-
-def test_compiled_functions_read_negated_views_too():
-    given = viewed(good_calls()["fused_grpo_loss"], VIEWS["negated"])
-    compiled = torch.compile(lambda: gk.fused_grpo_loss(**given).loss, backend="aot_eager")
-    torch.testing.assert_close(compiled(), gk.fused_grpo_loss(**good_calls()["fused_grpo_loss"]).loss)
-
-
 def test_a_buffer_that_stores_its_elements_negated_is_refused():
     given = good_calls()["fused_grpo_loss"]
     given["lm_head_weight"].requires_grad_()
-    total = VIEWS["negated"](torch.zeros_like(given["lm_head_weight"]))
+    total = torch._neg_view(torch.zeros_like(given["lm_head_weight"]))
     with pytest.raises(ValueError, match="accumulate_into is a negated view; expected a buffer that stores its"):
         gk.fused_grpo_loss(**given, accumulate_into=total)
