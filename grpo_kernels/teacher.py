@@ -26,8 +26,9 @@ class Teacher:
 
     hidden: (B, T, H') or packed (N, H'), row t predicts the same token as the policy's row t; H' is the teacher's own.
     weight: (V, H') with the policy's V and order of ids. bias: (V,). float32, bfloat16, float16 or float64, of one
-    type, which may differ from the policy's; or a float32 head of 16-bit hidden states. The temperature is the
-    policy's. Nothing requires a gradient: none goes to the teacher. logit_scale and logit_softcap of a model:
+    type, which may differ from the policy's; or a float32 head of 16-bit hidden states; under torch.autocast, in whose
+    type the products then are, any of these but float64. The temperature is the policy's. Nothing requires a gradient:
+    none goes to the teacher. logit_scale and logit_softcap of a model:
     `grpo_kernels.logit_transform.logit_transform(model.config)`.
 
     top_k: K of [1, V] for the divergence over the policy's K likeliest ids of each token (ties by id), which are
@@ -249,7 +250,7 @@ def _check_head(teacher: Teacher, tensors: dict[str, Tensor], weight: Tensor, dt
         )
     compute_dtype = products_dtype(teacher.hidden, teacher.weight, teacher.bias)
     types = {x.dtype for x in tensors.values()}
-    if compute_dtype is None and len(types) > 1:
+    if (compute_dtype is None or dtype == torch.float64) and len(types) > 1:  # autocast leaves a float64 policy alone
         found = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
         raise TypeError(f"{found}; expected one type, a float32 head of 16-bit hidden states, or torch.autocast")
     if torch.float64 in types and dtype != torch.float64:

@@ -171,7 +171,7 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
         stats = Statistics.zeros(count, hidden.device, dtype)
         teacher: AnyTeacher = _k_logps(inputs, call, stats)
         if call.teacher is not None:
-            given = count, dtype, vocab_size, call.vocab_slice
+            given = call.compute_dtype, count, dtype, vocab_size, call.vocab_slice
             teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), *given)
         head, tokens, mask, every_row, chosen = open_pass(inputs, call, stats, teacher=teacher)
         tokens.normalise_teacher(chosen.scored)

@@ -99,7 +99,8 @@ def _compute(
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
         teacher = None
         if call.teacher is not None:
-            teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype, vocab_size, call.vocab_slice)
+            sizes = ids.numel(), dtype, vocab_size, call.vocab_slice
+            teacher = new_teacher(call.teacher, config, kernels, call.compute_dtype, *sizes)
         head = LMHead(
             (hidden, weight, bias), kernels, wants=tuple(call.wants), compute_dtype=call.compute_dtype,
             logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, sums_wide=config.dweight_sum == "float32",
