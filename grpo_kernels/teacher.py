@@ -34,7 +34,8 @@ class Teacher:
     top_k: K of [1, V] for the divergence over the policy's K likeliest ids of each token (ties by id), which are
     constants; None: over the whole vocabulary. mode: what it takes for the other ids, as in `TopKTeacher`. With
     "renormalize" the teacher costs 2 N K H' operations, with "tail" and "truncate", whose q of an id is relative to the
-    whole vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K).
+    whole vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K). Of `grpo_kernels.reference`, which
+    does not read top_k, give the TopKTeacher of the ids that `fused_top_k` finds.
 
     Raises TypeError or ValueError, by name, for tensors that do not fit together.
     """
@@ -154,6 +155,12 @@ class TopKTeacher:
         return cls(ids, logps, mode)
 
 
+def teacher_signature(teacher: Teacher | TopKTeacher | None) -> list[tuple[Any, ...]]:
+    """Returns what ranks with slices of the vocabulary must have in common: all but the rows of slices."""
+    given = {} if teacher is None else vars(teacher)
+    return [(n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x) for n, x in given.items()]
+
+
 def is_whole(teacher: object) -> TypeGuard[Teacher]:
     """Returns whether logits of a teacher over the whole vocabulary stand beside the policy's."""
     return isinstance(teacher, Teacher) and teacher.top_k is None
@@ -177,10 +184,8 @@ def _top_pairs(token: Any) -> list[tuple[int, float]]:
     )
 
 
-def refuse_with_teacher(
-    teacher: Teacher | TopKTeacher, sampling_mask: SamplingMask | None, group: object, config: GRPOConfig
-) -> None:
-    if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and not group:
+def refuse_with_teacher(teacher: Teacher | TopKTeacher, sampling_mask: SamplingMask | None, config: GRPOConfig) -> None:
+    if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize":
         own = teacher.sampling_mask
         check_sampling_mask(sampling_mask, teacher.ids.shape[:-1], teacher.ids)
         pairs = (own.ids, sampling_mask.ids), (own.counts, sampling_mask.counts)
@@ -191,7 +196,7 @@ def refuse_with_teacher(
         if x is not None:
             raise ValueError(
                 f"{name} is given with a teacher; give one. A TopKTeacher with mode 'renormalize' takes its own "
-                "sampling_mask, without a vocab_parallel_group"
+                "sampling_mask"
             )
 
 

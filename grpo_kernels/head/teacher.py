@@ -216,9 +216,12 @@ class KeptTeacher(TeacherHead):
     def __init__(self, top_k: GivenTopK, head: KeptLogits, temperature: Tensor) -> None:
         self.transform, self.weight, self.divergence = top_k.transform, top_k.weight, top_k.divergence
         self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.log_q[:, 0])
-        self.vocab_slice = None
+        self.vocab_slice, log_q, self._logits = top_k.vocab_slice, top_k.log_q, {}
+        if self.vocab_slice is not None:  # the ids of this rank, and none behind them
+            here = top_k.used & (self.vocab_slice.local_ids(top_k.ids) >= 0)
+            log_q = torch.where(here, log_q, -torch.inf).gather(1, (~here).byte().argsort(dim=1, stable=True))
         # A row kernel divides by the temperature again. The ids of a row stand in the order of `log_q`.
-        log_q, self._logits = top_k.log_q * temperature.double()[:, None], {}
+        log_q = log_q * temperature.double()[:, None]
         for rows in head.chunks(None):
             logits = head.logits(rows)
             width = min(log_q.shape[1], logits.shape[1])
