@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .checks.arguments import num_sequences_of, refuse_transforms
+from .checks.arguments import check_lm_head, num_sequences_of, refuse_transforms
 from .checks.plain import check_plain, full_weight
 from .config import GRPOConfig
 from .head.logps_op import logps_from_hidden
-from .head.shared import is_capturing
-from .inputs import check_logps_inputs
+from .head.shared import is_capturing, requires_grad_flags
+from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
+from .logps import checked_call
 from .loss import fused_grpo_loss
 from .names import Divergence
 from .objective.aggregation import Aggregation
 from .teacher import Teacher, TopKTeacher
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,6 +61,7 @@ def fused_distillation_loss(
     logits_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     accumulate_into: Tensor | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> DistillationOutput:
     """Computes the mean divergence of the policy's distribution p and the teacher's q over the whole vocabulary,
@@ -77,13 +84,23 @@ def fused_distillation_loss(
         >>> out.loss.backward()
     """
     # The objective of the GRPO loss with advantages of 0, whose sampled ids do not matter.
-    config = GRPOConfig(
-        surrogate="reinforce", kl_estimator="none", aggregation=aggregation, distill_coef=1.0, divergence=divergence,
-        divergence_beta=divergence_beta, temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap,
-        max_completion_length=max_completion_length, logits_dtype=logits_dtype, chunk_rows=chunk_rows,
-    )  # fmt: skip
-    bias, mask = full_weight(lm_head_bias), None
-    ids = _some_ids("fused_distillation_loss", hidden, bias)
+    name, group, mask = "fused_distillation_loss", vocab_parallel_group, None
+    if group is not None:
+        check_group(group)
+    with nullcontext() if group is None else broadcast_failure(group, hidden):
+        config = GRPOConfig(
+            surrogate="reinforce", kl_estimator="none", aggregation=aggregation, distill_coef=1.0,
+            divergence=divergence, divergence_beta=divergence_beta, temperature=temperature, logit_scale=logit_scale,
+            logit_softcap=logit_softcap, max_completion_length=max_completion_length, logits_dtype=logits_dtype,
+            chunk_rows=chunk_rows,
+        )  # fmt: skip
+        bias = full_weight(lm_head_bias) if group is None else lm_head_bias
+        ids = _some_ids(name, hidden, None)
+        sequences = num_sequences_of(ids, cu_seqlens)
+        if group is not None and bias is not None:
+            check_lm_head(name, hidden, lm_head_weight, bias, ids)
+    whole_bias = bias if group is None or bias is None else _gathered_bias(group, hidden, lm_head_weight, bias)
+    ids = _some_ids(name, hidden, whole_bias)
     if isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and teacher.ids.device == hidden.device:
         if is_capturing(hidden.device) or torch.compiler.is_compiling():
             raise ValueError(
@@ -91,12 +108,12 @@ def fused_distillation_loss(
                 "outside of torch.compile and of the capture of a CUDA graph"
             )
         mask = teacher.sampling_mask  # nothing needs the logits of other ids
-        ids = _some_own_ids(teacher, ids, bias)
-    sequences = num_sequences_of(ids, cu_seqlens)
+        ids = _some_own_ids(teacher, ids, whole_bias)
     out = fused_grpo_loss(
         hidden, lm_head_weight, ids, hidden.new_zeros(sequences, 1, dtype=torch.float32), teacher=teacher,
         completion_mask=completion_mask, lm_head_bias=bias, cu_seqlens=cu_seqlens, normalizer=normalizer,
         accumulate_into=accumulate_into, backend=backend, config=config, sampling_mask=mask,
+        vocab_parallel_group=group,
     )  # fmt: skip
     assert out.divergence is not None and out.entropy is not None
     metrics = {name: x for name, x in out.metrics.items() if name == "entropy" or name.startswith("divergence")}
@@ -115,17 +132,20 @@ def fused_divergence(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     lm_head_bias: Tensor | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Returns the divergence of each token, (B, T) or (N,) float32 (float64 from float64) nats, 0 at masked positions,
     for losses of one's own. Differentiable: the backward computes the logits again, which `fused_distillation_loss`
-    does not. Arguments as there; temperature may be a number, or one value per token or sequence."""
-    config = GRPOConfig(distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta)
-    weight, bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
-    ids = _some_ids("fused_divergence", hidden, bias)
-    call = check_logps_inputs(
-        "fused_divergence", (hidden, weight, bias), ids, completion_mask, (temperature, logit_scale, logit_softcap),
-        backend, teacher=teacher, divergence=config,
+    does not; under torch.compile the whole forward. Arguments as there; temperature may be a number, or one value per
+    token or sequence."""
+    name, group = "fused_divergence", vocab_parallel_group
+    with nullcontext() if group is None else broadcast_failure(group, hidden):
+        config = GRPOConfig(distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta)
+        ids = _some_ids(name, hidden, full_weight(lm_head_bias) if group is None else None)
+    weight, bias, call = checked_call(
+        name, (hidden, lm_head_weight, lm_head_bias), group, ids, completion_mask,
+        (temperature, logit_scale, logit_softcap), backend, teacher=teacher, divergence=config,
     )  # fmt: skip
     return cast(Tensor, logps_from_hidden(hidden, weight, bias, call)[2])
 
@@ -144,6 +164,13 @@ def _some_ids(function: str, hidden: Tensor, bias: object) -> Tensor:
     if not _is_bias(bias):
         return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     return bias.detach().argmax().expand(hidden.shape[:-1])
+
+
+def _gathered_bias(group: ProcessGroup, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns the bias (V,) of all ranks."""
+    found = exchange_and_check(group, hidden, weight, bias, requires_grad_flags(hidden, weight, bias), ())
+    parts = found.gather(pad(bias.detach(), (0, max(found.sizes) - len(bias))))
+    return torch.cat([part[:size] for part, size in zip(parts, found.sizes, strict=True)])
 
 
 def _some_own_ids(teacher: TopKTeacher, ids: Tensor, bias: object) -> Tensor:

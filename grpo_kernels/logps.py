@@ -58,7 +58,7 @@ def fused_logps(
 
     Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
     """
-    weight, bias, call = _checked(
+    weight, bias, call = checked_call(
         "fused_logps", (hidden, lm_head_weight, lm_head_bias), vocab_parallel_group, completion_ids, completion_mask,
         (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
         sparse_backward=sparse_backward, several_ids=True,
@@ -95,7 +95,7 @@ def fused_top_k(
         True
     """
     with torch.no_grad():
-        weight, bias, call = _checked(
+        weight, bias, call = checked_call(
             "fused_top_k", (hidden, lm_head_weight, lm_head_bias), vocab_parallel_group, None, completion_mask,
             (temperature, logit_scale, logit_softcap), backend, entropy=False, top_k=k,
         )  # fmt: skip
@@ -103,7 +103,7 @@ def fused_top_k(
     return cast(Tensor, found), logps
 
 
-def _checked(
+def checked_call(
     function_name: str, inputs: Inputs, group: ProcessGroup | None, *given: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None, LogpsCall]:
     """Returns weight, bias and the call that `check_logps_inputs` makes, on which the ranks of a group agree."""

@@ -148,7 +148,7 @@ def fused_grpo_loss(
             check_accumulate_into(accumulate_into, weight)
         check_teacher(teacher, config, hidden, weight, dtype)
         if teacher is not None:
-            refuse_with_teacher(teacher, sampling_mask, group, config)
+            refuse_with_teacher(teacher, sampling_mask, config)
         batch = check_loss_inputs(
             advantages, sampling_mask, options, config, completion_ids, "hidden", dtype, teacher=teacher
         )

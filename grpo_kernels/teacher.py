@@ -26,14 +26,16 @@ class Teacher:
 
     hidden: (B, T, H') or packed (N, H'), row t predicts the same token as the policy's row t; H' is the teacher's own.
     weight: (V, H') with the policy's V and order of ids. bias: (V,). float32, bfloat16, float16 or float64, of one
-    type, which may differ from the policy's; or a float32 head of 16-bit hidden states. The temperature is the
-    policy's. Nothing requires a gradient: none goes to the teacher. logit_scale and logit_softcap of a model:
+    type, which may differ from the policy's; or a float32 head of 16-bit hidden states; under torch.autocast, in whose
+    type the products then are, any of these but float64. The temperature is the policy's. Nothing requires a gradient:
+    none goes to the teacher. logit_scale and logit_softcap of a model:
     `grpo_kernels.logit_transform.logit_transform(model.config)`.
 
     top_k: K of [1, V] for the divergence over the policy's K likeliest ids of each token (ties by id), which are
     constants; None: over the whole vocabulary. mode: what it takes for the other ids, as in `TopKTeacher`. With
     "renormalize" the teacher costs 2 N K H' operations, with "tail" and "truncate", whose q of an id is relative to the
-    whole vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K).
+    whole vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K). Of `grpo_kernels.reference`, which
+    does not read top_k, give the TopKTeacher of the ids that `fused_top_k` finds.
 
     Raises TypeError or ValueError, by name, for tensors that do not fit together.
     """
@@ -153,6 +155,12 @@ class TopKTeacher:
         return cls(ids, logps, mode)
 
 
+def teacher_signature(teacher: Teacher | TopKTeacher | None) -> list[tuple[Any, ...]]:
+    """Returns what ranks with slices of the vocabulary must have in common: all but the rows of slices."""
+    given = {} if teacher is None else vars(teacher)
+    return [(n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x) for n, x in given.items()]
+
+
 def is_whole(teacher: object) -> TypeGuard[Teacher]:
     """Returns whether logits of a teacher over the whole vocabulary stand beside the policy's."""
     return isinstance(teacher, Teacher) and teacher.top_k is None
@@ -176,10 +184,8 @@ def _top_pairs(token: Any) -> list[tuple[int, float]]:
     )
 
 
-def refuse_with_teacher(
-    teacher: Teacher | TopKTeacher, sampling_mask: SamplingMask | None, group: object, config: GRPOConfig
-) -> None:
-    if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and not group:
+def refuse_with_teacher(teacher: Teacher | TopKTeacher, sampling_mask: SamplingMask | None, config: GRPOConfig) -> None:
+    if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize":
         own = teacher.sampling_mask
         check_sampling_mask(sampling_mask, teacher.ids.shape[:-1], teacher.ids)
         pairs = (own.ids, sampling_mask.ids), (own.counts, sampling_mask.counts)
@@ -190,7 +196,7 @@ def refuse_with_teacher(
         if x is not None:
             raise ValueError(
                 f"{name} is given with a teacher; give one. A TopKTeacher with mode 'renormalize' takes its own "
-                "sampling_mask, without a vocab_parallel_group"
+                "sampling_mask"
             )
 
 
@@ -249,7 +255,7 @@ def _check_head(teacher: Teacher, tensors: dict[str, Tensor], weight: Tensor, dt
         )
     compute_dtype = products_dtype(teacher.hidden, teacher.weight, teacher.bias)
     types = {x.dtype for x in tensors.values()}
-    if compute_dtype is None and len(types) > 1:
+    if (compute_dtype is None or dtype == torch.float64) and len(types) > 1:  # autocast leaves a float64 policy alone
         found = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
         raise TypeError(f"{found}; expected one type, a float32 head of 16-bit hidden states, or torch.autocast")
     if torch.float64 in types and dtype != torch.float64:

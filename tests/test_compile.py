@@ -141,6 +141,13 @@ def test_a_teacher(name):
             return beside(*leaves)
 
     assert_equal_runs(under_autocast, batch, "aot_eager")
+
+    def per_token(hidden, weight, bias):
+        given = dict(lm_head_bias=bias, completion_mask=mask, divergence="jsd", divergence_beta=0.3)
+        found = gk.fused_divergence(hidden, weight, teacher, **given)
+        return (found.sin() * torch.arange(6)).sum(), found
+
+    assert_equal_runs(per_token, batch, "aot_eager")
     if name != "K ids, renormalize":
         assert_equal_runs(alone, batch, "aot_eager")
         return
@@ -249,7 +256,6 @@ def saving_everything():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_dispatch_modes_change_nothing(name):
-    """A teacher of fused_divergence, which the custom operator does not take, included."""
     function, x = of_first(name)
 
     def gradient(step=function, mode=nullcontext):
@@ -327,20 +333,27 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     of_k = [torch.stack([batch.ids, batch.ids // 2, batch.ids], -1), mask, None, None, None]
     key_of_teacher, of_teacher = teacher_to_key(dataclasses.replace(make_teacher((4, 6), dtype=dtype), top_k=5))
     taught = [batch.ids, *tokens[:-2], None, None, *of_teacher]
-    distils = gk.GRPOConfig(distill_coef=0.5).key
+    distils, none = gk.GRPOConfig(distill_coef=0.5).key, ("", gk.GRPOConfig().key)
+    of_divergence = [batch.ids, mask, None, None, None, *of_teacher]
     wants = [True, True, True]
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
         "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, sparse, name, None, wants, ""),
         "grpo_loss, a teacher": (hidden, weight, bias, taught, 2, distils, name, None, wants, key_of_teacher),
-        "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None, 0),
-        "logps, K ids": (hidden, weight, bias, of_k, numbers, True, name, None, 0),
-        "logps, the likeliest": (*plain, [batch.ids, *of_k[1:]], numbers, False, name, None, 3),
-        "logps_backward": (grads, plain, of_tokens, stats, numbers, name, None, wants),
-        "logps_backward, K ids": ([of_k[0].to(wide), grads[1]], plain, of_k, stats, numbers, name, None, wants),
+        "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None, 0, *none),
+        "logps, K ids": (hidden, weight, bias, of_k, numbers, True, name, None, 0, *none),
+        "logps, the likeliest": (*plain, [batch.ids, *of_k[1:]], numbers, False, name, None, 3, *none),
+        "logps, a teacher": (
+            hidden, weight, bias, of_divergence, numbers, False, name, None, 0, key_of_teacher, distils
+        ),
+        "logps_backward": (grads, plain, of_tokens, stats, numbers, name, None, *none, wants),
+        "logps_backward, K ids": ([of_k[0].to(wide), grads[1]], plain, of_k, stats, numbers, name, None, *none, wants),
+        "logps_backward, a teacher": (
+            [*grads, grads[0]], plain, of_divergence, stats, numbers, name, None, key_of_teacher, distils, wants
+        ),
         "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, 0, "group", "mean", 1, 1e-4, True),
-    }
+    }  # fmt: skip
 
 
 OPERATORS = {

@@ -355,6 +355,28 @@ def test_accumulated_frozen_and_without_gradients(backend):
     assert relative(found.float(), exact.loss) < 3e-2
 
 
+@pytest.mark.parametrize("top_k", [None, 5])
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_takes_any_types_of_a_teacher(hidden, weight, top_k):
+    """Products are in its type, as the policy's are: those of the converted teacher, to the bit."""
+    batch, teacher = leaves(make_batch(2)), make_teacher((4, 6), top_k=top_k)
+    teacher = dataclasses.replace(teacher, hidden=teacher.hidden.to(hidden), weight=teacher.weight.to(weight))
+    narrow = [x.to(torch.bfloat16) for x in (teacher.hidden, teacher.weight, teacher.bias)]
+    results = []
+    for given in (teacher, gk.Teacher(*narrow, top_k=top_k)):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = gk.fused_distillation_loss(batch.hidden, batch.weight, given)
+            per_token = gk.fused_divergence(batch.hidden, batch.weight, given)
+        grads = torch.autograd.grad(out.loss + per_token.sum(), [batch.hidden, batch.weight])
+        results.append([out.divergence, per_token.detach(), *grads])
+    assert all(torch.equal(x, y) and x.any() for x, y in zip(*results, strict=True))
+    if hidden != weight:
+        wide = [x.detach().double() for x in (batch.hidden, batch.weight)]
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=rf"Teacher\.weight is {weight}"):
+            gk.fused_distillation_loss(*wide, teacher)  # autocast leaves float64 as it is
+
+
 # --- teachers that are known at K ids ---------------------------------------------------------------------------------
 
 
@@ -452,6 +474,3 @@ def test_where_no_teacher_can_be_given():
     batch, config = make_batch(0).with_options(teacher=make_teacher((4, 6))), gk.GRPOConfig(distill_coef=1.0)
     with pytest.raises(ValueError, match=r"distill_coef=1\.0 has no effect without a teacher"):
         gk.grpo_loss_from_logps(batch.hidden[..., 0], batch.advantages, config=config)
-    given = batch.hidden, batch.weight, batch.options["teacher"]
-    with pytest.raises(ValueError, match="teacher is given to a call that is traced or compiled"):
-        torch.compile(lambda: gk.fused_divergence(*given).sum(), backend="eager")()

@@ -212,11 +212,38 @@ def teachers(rank: int, group) -> None:
         assert found.metrics.keys() == one.metrics.keys()
         for name, error in errors(found, one, loss_scale=1.0).items():
             assert error <= 2e-5, (divergence, kind, name, error)
+        distillation_alone(batch, config, BACKENDS[i % 2], rank, group)
     narrow = batches(config_of("jsd")).with_options(teacher=whole_teacher).head_as(torch.bfloat16)
     exact = reference(narrow, config_of("jsd"))
     one = errors(fused(narrow, config_of("jsd"), "cpu"), exact)
     found = whole(fused(sliced(narrow, rank, group), config_of("jsd"), "cpu"), group, rank)
     assert_within(errors(found, exact), one, 1e-5, 1.5)
+
+
+def distillation_alone(batch: Batch, config: gk.GRPOConfig, backend: str, rank: int, group) -> None:
+    """The losses that are the divergence alone. Both sides exclude the first id of slices, of which one has no other;
+    not where the forward KL to known ids would be infinite."""
+    rows, bias, teacher = rows_of(rank, group.size()), batch.bias.clone(), batch.options["teacher"]
+    if isinstance(teacher, gk.Teacher):
+        teacher = dataclasses.replace(teacher, bias=teacher.bias.index_fill(0, torch.tensor([0, 24, 30]), -torch.inf))
+    if isinstance(teacher, gk.Teacher) or config.divergence != "forward_kl":
+        bias[[0, 24, 30]] = -torch.inf
+    batch = dataclasses.replace(batch, bias=bias).with_options(teacher=teacher)
+    mine, results = sliced(batch, rank, group), []
+    given = dict(divergence=config.divergence, divergence_beta=config.divergence_beta, backend=backend)
+    given |= dict(completion_mask=batch.options["completion_mask"], temperature=1.3)
+    for own, more in ((leaves(batch), {}), (leaves(mine), {"vocab_parallel_group": group})):
+        head = own.hidden, own.weight, own.options["teacher"]
+        out = gk.fused_distillation_loss(*head, lm_head_bias=own.bias, **given, **more)
+        per_token = gk.fused_divergence(*head, lm_head_bias=own.bias, **given, **more)
+        (out.loss + per_token.sin().sum()).backward()
+        part = slice(None) if more else rows
+        grads = own.hidden.grad, own.weight.grad[part], own.bias.grad[part]
+        results.append([out.loss.detach(), out.divergence, out.entropy, per_token.detach(), *grads])
+    for i, (one, found) in enumerate(zip(*results, strict=True)):
+        assert relative(found, one) <= 2e-5 and one.isfinite().all(), (config.divergence, i, relative(found, one))
+    for x in results[1][:5]:
+        assert all(torch.equal(x, y) for y in on_all_ranks(x, group))
 
 
 def k_ids(rank: int, group) -> None:
@@ -415,8 +442,19 @@ def refusals(rank: int, group) -> None:
         with pytest.raises(ValueError, match=message):
             loss(**(changes if only_here else {}))
     known = make_top_k((6, 6), "renormalize")
-    with pytest.raises(ValueError, match="takes its own sampling_mask, without a vocab_parallel_group"):
-        loss(config=distils, teacher=known, sampling_mask=known.sampling_mask)
+    with pytest.raises(ValueError, match=r"rank 1 of the group refused|other ids than the TopKTeacher"):
+        loss(config=distils, teacher=known, sampling_mask=make_mask() if only_here else known.sampling_mask)
+    mine = sliced(batch, rank, group)
+    for function in (gk.fused_distillation_loss, gk.fused_divergence):
+        for changes, message in (
+            (dict(divergence="jsd"), "config and other arguments must be the same"),
+            (dict(lm_head_bias=None), "lm_head_bias must be the same"),
+            (dict(divergence="no"), "divergence='no'" if only_here else "rank 1 of the group refused"),
+            (dict(hidden=batch.hidden[0, 0]), r"expected .B, T" if only_here else "rank 1 of the group refused"),
+        ):
+            given = dict(hidden=mine.hidden, lm_head_weight=mine.weight, lm_head_bias=mine.bias, teacher=own)
+            with pytest.raises(ValueError, match=message):
+                function(**given | (changes if only_here else {}), vocab_parallel_group=group)
     for k in (0, VOCAB + 1 if only_here else 3):
         with pytest.raises(ValueError, match=r"k=|rank 1 of the group refused|config and other arguments"):
             gk.fused_top_k(

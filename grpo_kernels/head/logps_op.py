@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..checks.arguments import check_temperature, check_top_k, check_values
 from ..checks.plain import check_gathered, stored
-from ..config import DEFAULT_CONFIG, GRPOConfig
+from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..kernels import get_backend
 from ..kernels.operations import LogitTransform, Statistics
 from ..names import add_op_namespace_prefix
-from ..teacher import Teacher, TopKTeacher, check_teacher_values
+from ..teacher import Teacher, TopKTeacher, check_teacher_values, teacher_signature
 from .chunk_size import Selection, select_tokens
 from .gradients import refuse_double_backward
 from .k_ids import KLogps
@@ -34,7 +34,7 @@ from .shared import (
     takes_operator,
     unseen_by_modes,
 )
-from .teacher import TeacherHead, TopKHead, new_teacher
+from .teacher import TeacherHead, TopKHead, new_teacher, teacher_from_key, teacher_to_key
 from .vocab_parallel import VocabSlice, signature, vocab_size_of
 
 
@@ -62,8 +62,8 @@ class LogpsCall(NamedTuple):
     @property
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
-        tokens = signature(*self.tokens)
-        return tokens, self.numbers, self.want_entropy, self.backend, self.compute_dtype, self.top_k
+        tokens, teacher = signature(*self.tokens), (teacher_signature(self.teacher), self.divergence.key)
+        return tokens, self.numbers, self.want_entropy, self.backend, self.compute_dtype, self.top_k, teacher
 
 
 def logps_from_hidden(
@@ -75,10 +75,12 @@ def logps_from_hidden(
     Differentiable, but for ids. The entropy means nothing, or is None, where the call does not want it; the divergence
     is None without a teacher.
     """
-    if takes_operator(hidden, vocab_parallel_group=call.vocab_slice, teacher=call.teacher):
-        options = call.want_entropy, call.backend, call.compute_dtype, call.top_k
-        found, entropy, _, _, ids = logps(hidden, weight, bias, list(call.tokens), list(call.numbers), *options)
-        return found, entropy, None, ids
+    if takes_operator(hidden, vocab_parallel_group=call.vocab_slice):
+        teacher, of_teacher = teacher_to_key(call.teacher)
+        options = call.want_entropy, call.backend, call.compute_dtype, call.top_k, teacher, call.divergence.key
+        tokens = [*call.tokens, *of_teacher]
+        found, entropy, divergence, _, _, ids = logps(hidden, weight, bias, tokens, list(call.numbers), *options)
+        return found, entropy, divergence if teacher else None, ids
     if any(requires_grad_flags(hidden, weight, bias)):
         return *_Logps.apply(hidden, weight, bias, call), None
     with torch.no_grad():
@@ -172,7 +174,7 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
         stats = Statistics.zeros(count, hidden.device, dtype)
         teacher: AnyTeacher = _k_logps(inputs, call, stats)
         if call.teacher is not None:
-            given = count, dtype, vocab_size, call.vocab_slice
+            given = call.compute_dtype, count, dtype, vocab_size, call.vocab_slice
             teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), *given)
         head, tokens, mask, every_row, chosen = open_pass(inputs, call, stats, teacher=teacher)
         tokens.normalise_teacher(chosen.scored)
@@ -261,6 +263,16 @@ class _Logps(torch.autograd.Function):
         return *_compute_gradients(outer, saved[:3], call, saved[3:5], wants, ctx.teacher), None
 
 
+def _call_of_operator(
+    tokens: Sequence[Optional[Tensor]], teacher: str, config_key: str, numbers: Sequence[float], want_entropy: bool,
+    backend: str, compute_dtype: Optional[torch.dtype], top_k: int = 0,
+) -> LogpsCall:  # fmt: skip
+    """tokens: LogpsTokens, then a teacher's tensors; teacher: the rest of it; config_key: with the divergence."""
+    own, of_teacher = tokens[: len(LogpsTokens._fields)], tokens[len(LogpsTokens._fields) :]
+    call = LogpsCall(LogpsTokens(*own), numbers, want_entropy, backend, compute_dtype, top_k)  # type: ignore[arg-type]
+    return call._replace(teacher=teacher_from_key(teacher, of_teacher), divergence=config_from_key(config_key))
+
+
 @torch.library.custom_op(add_op_namespace_prefix("logps"), mutates_args=())
 def logps(
     hidden: Tensor,
@@ -272,24 +284,27 @@ def logps(
     backend: str,
     compute_dtype: Optional[torch.dtype],
     top_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logps, entropy), 0 at masked positions; for the backward (entropy, lse), each (N,), since the caller may change
-    what it got; the ids of these logps where they were to be found. `tokens`: LogpsTokens."""
-    call = LogpsCall(LogpsTokens(*tokens), numbers, want_entropy, backend, compute_dtype, top_k)  # type: ignore[arg-type]
+    teacher: str,  # without a default, as in grpo_loss
+    config_key: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logps, entropy, divergence), 0 at masked positions; for the backward (entropy, lse), each (N,), since the caller
+    may change what it got; the ids of these logps where they were to be found. What there is not is empty."""
+    call = _call_of_operator(tokens, teacher, config_key, numbers, want_entropy, backend, compute_dtype, top_k)
     with torch.no_grad():
         stats, known = _compute((hidden, weight, bias), call)
-    found, entropy, _, ids = _results(hidden, stats, known)
+    found, entropy, divergence, ids = _results(hidden, stats, known)
+    divergence = hidden.new_empty(0, dtype=entropy.dtype) if divergence is None else divergence
     ids = hidden.new_empty(0, dtype=torch.int64) if ids is None else ids
-    return found, entropy, stats.entropy.clone(), stats.lse, ids
+    return found, entropy, divergence, stats.entropy.clone(), stats.lse, ids
 
 
 @logps.register_fake
-def _(hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, top_k):
+def _(hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, top_k, teacher, config_key):
     dtype, shape = table_dtype(compute_dtype or hidden.dtype), hidden.shape[:-1]
     count, found = math.prod(shape), (*shape, top_k) if top_k else 0
-    of_logps = found if top_k else tokens[0].shape
-    results = (of_logps, dtype), (shape, dtype), (count, dtype), (count, torch.float64), (found, torch.int64)
-    return tuple(hidden.new_empty(size, dtype=kind) for size, kind in results)
+    of_logps, of_teacher = found if top_k else tokens[0].shape, shape if teacher else 0
+    results = (of_logps, dtype), (shape, dtype), (of_teacher, dtype), (count, dtype), (count, torch.float64)
+    return tuple(hidden.new_empty(size, dtype=kind) for size, kind in (*results, (found, torch.int64)))
 
 
 @torch.library.custom_op(add_op_namespace_prefix("logps_backward"), mutates_args=())
@@ -301,38 +316,43 @@ def logps_backward(
     numbers: Sequence[float],
     backend: str,
     compute_dtype: Optional[torch.dtype],
+    teacher: str,
+    config_key: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dhidden, dweight, dbias); unwanted ones are empty. See _compute_gradients. `tokens`: LogpsTokens."""
-    call = LogpsCall(LogpsTokens(*tokens), numbers, True, backend, compute_dtype)  # type: ignore[arg-type]
+    """(dhidden, dweight, dbias); unwanted ones are empty. See _compute_gradients. Of a teacher the forward runs again,
+    which left more with it than an operator returns."""
+    call = _call_of_operator(tokens, teacher, config_key, numbers, True, backend, compute_dtype)
     hidden, weight, bias = inputs
     assert hidden is not None and weight is not None
-    found = _compute_gradients(outer, (hidden, weight, bias), call, results, wants)
+    with torch.no_grad():
+        known = _compute((hidden, weight, bias), call)[1] if teacher else None
+    found = _compute_gradients(outer, (hidden, weight, bias), call, results, wants, known)
     dhidden, dweight, dbias = (hidden.new_empty(0) if g is None else g for g in found)
     return dhidden, dweight, dbias
 
 
 @logps_backward.register_fake
-def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, wants):
+def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, teacher, config_key, wants):
     hidden, weight, bias = inputs
     given = (hidden, weight, weight if bias is None else bias)
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
 
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, _ = inputs
-    ctx.options = numbers, backend, compute_dtype
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(hidden, weight, bias, *output[2:4], *tokens)
+    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, _, *of_teacher = inputs
+    ctx.options = numbers, backend, compute_dtype, *of_teacher
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.save_for_backward(hidden, weight, bias, *output[3:5], *tokens)
 
 
-def _logps_gradients(ctx, g_logps, g_entropy, *_):
-    refuse_double_backward("fused_logps")
+def _logps_gradients(ctx, *outer):
+    refuse_double_backward("fused_divergence" if ctx.options[3] else "fused_logps")
     wants = list(ctx.needs_input_grad[:3])
     saved = list(ctx.saved_tensors)
     inputs, results, tokens = saved[:3], saved[3:5], saved[5:]
-    gradients = logps_backward([g_logps, g_entropy], inputs, tokens, results, *ctx.options, wants)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 5)
+    gradients = logps_backward(list(outer[:3]), inputs, tokens, results, *ctx.options, wants)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 7)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)

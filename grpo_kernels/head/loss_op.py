@@ -26,7 +26,7 @@ from ..names import add_op_namespace_prefix
 from ..objective.loss import GRPOLoss
 from ..objective.metrics import Batch
 from ..objective.tokens import Rules, TokenInputs, Tokens, plan, rules_of
-from ..teacher import Teacher, TopKTeacher, check_teacher_values
+from ..teacher import Teacher, TopKTeacher, check_teacher_values, teacher_signature
 from .chunk_size import select_tokens
 from .gradients import PrecomputedGradients, compute_in_forward, refuse_double_backward, scaled_copy, stored_dtype
 from .kept import make_token_mask
@@ -57,10 +57,8 @@ class LossCall(NamedTuple):
     @property
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
-        batch, given = self.batch, {} if self.teacher is None else vars(self.teacher)
-        # Of a teacher all but the rows of slices.
-        teacher = [(n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x) for n, x in given.items()]
-        return batch.config.key, batch.num_groups, batch.backend, self.compute_dtype, signature(*batch.tokens), teacher
+        batch, tokens, teacher = self.batch, signature(*self.batch.tokens), teacher_signature(self.teacher)
+        return batch.config.key, batch.num_groups, batch.backend, self.compute_dtype, tokens, teacher
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
@@ -100,7 +98,8 @@ def _compute(
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
         teacher = None
         if call.teacher is not None:
-            teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype, vocab_size, call.vocab_slice)
+            sizes = ids.numel(), dtype, vocab_size, call.vocab_slice
+            teacher = new_teacher(call.teacher, config, kernels, call.compute_dtype, *sizes)
         head = LMHead(
             (hidden, weight, bias), kernels, wants=tuple(call.wants), compute_dtype=call.compute_dtype,
             logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, sums_wide=config.dweight_sum == "float32",

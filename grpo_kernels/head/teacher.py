@@ -51,23 +51,28 @@ from .vocab_parallel import VocabSlice
 MIN_TAIL_MASS = 2.0**-24
 
 
-def _lm_head(teacher: Teacher, config: GRPOConfig, backend: Backend, **options: Any) -> LMHead:
+def _lm_head(
+    teacher: Teacher, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None, **options: Any
+) -> LMHead:
+    """compute_dtype: of the policy's products; of 16 bits it is that of autocast, which is off here."""
     inputs = teacher.hidden, teacher.weight, teacher.bias
     check_gathered("Teacher.weight", teacher.weight)  # it may have been released since the forward
+    if compute_dtype is None or compute_dtype.itemsize > 2:
+        compute_dtype = products_dtype(*inputs)
     logits_dtype = config.logits_dtype
     if logits_dtype is not None:  # of the policy: float32, or its own type, which need not be the teacher's
         logits_dtype = logits_dtype if logits_dtype.itemsize > 2 else None
-    return LMHead(inputs, backend, compute_dtype=products_dtype(*inputs), logits_dtype=logits_dtype, **options)
+    return LMHead(inputs, backend, compute_dtype=compute_dtype, logits_dtype=logits_dtype, **options)
 
 
 class TeacherHead:
     """Logits of a teacher, and what its row kernels keep of each token. `weight` (N,): d loss / d divergence."""
 
     def __init__(
-        self, teacher: Teacher, config: GRPOConfig, backend: Backend, count: int, dtype: torch.dtype,
-        vocab_slice: VocabSlice | None,
+        self, teacher: Teacher, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None, count: int,
+        dtype: torch.dtype, vocab_slice: VocabSlice | None,
     ) -> None:  # fmt: skip
-        self.head, self.vocab_slice = _lm_head(teacher, config, backend, chunk_rows=1), vocab_slice
+        self.head, self.vocab_slice = _lm_head(teacher, config, backend, compute_dtype, chunk_rows=1), vocab_slice
         self.transform = config.teacher_transform(teacher)
         self.offset = torch.zeros(count, dtype=dtype, device=teacher.hidden.device)
         self.lse = self.offset.new_zeros(count, dtype=torch.float64)
@@ -175,10 +180,13 @@ class PolicyTopK(TopKHead):
     """The policy's likeliest ids, and a Teacher's logits of them. stats: of the teacher, which a pass over its whole
     vocabulary writes before the first chunk, unless the mode is "renormalize"."""
 
-    def __init__(self, teacher: Teacher, config: GRPOConfig, backend: Backend, *given: Any) -> None:
+    def __init__(
+        self, teacher: Teacher, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None, *given: Any
+    ) -> None:
         assert teacher.top_k is not None
         super().__init__(teacher.top_k, teacher.mode, *given)
-        self.head = _lm_head(teacher, config, backend, chunk_rows=config.chunk_rows, vocab_slice=self.vocab_slice)
+        options = dict(chunk_rows=config.chunk_rows, vocab_slice=self.vocab_slice)
+        self.head = _lm_head(teacher, config, backend, compute_dtype, **options)
         self.stats = Statistics.zeros(len(self.ids), self.ids.device, self.divergence.dtype)
         self.log_q = self.stats.lse.new_zeros(self.ids.shape)
         self.mass = None if self.mode == "renormalize" else torch.zeros_like(self.stats.lse)
@@ -208,9 +216,12 @@ class KeptTeacher(TeacherHead):
     def __init__(self, top_k: GivenTopK, head: KeptLogits, temperature: Tensor) -> None:
         self.transform, self.weight, self.divergence = top_k.transform, top_k.weight, top_k.divergence
         self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.log_q[:, 0])
-        self.vocab_slice = None
+        self.vocab_slice, log_q, self._logits = top_k.vocab_slice, top_k.log_q, {}
+        if self.vocab_slice is not None:  # the ids of this rank, and none behind them
+            here = top_k.used & (self.vocab_slice.local_ids(top_k.ids) >= 0)
+            log_q = torch.where(here, log_q, -torch.inf).gather(1, (~here).byte().argsort(dim=1, stable=True))
         # A row kernel divides by the temperature again. The ids of a row stand in the order of `log_q`.
-        log_q, self._logits = top_k.log_q * temperature.double()[:, None], {}
+        log_q = log_q * temperature.double()[:, None]
         for rows in head.chunks(None):
             logits = head.logits(rows)
             width = min(log_q.shape[1], logits.shape[1])
@@ -242,18 +253,18 @@ def _ratio(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def new_teacher(
-    teacher: Teacher | TopKTeacher | None, config: GRPOConfig, backend: Backend, count: int, dtype: torch.dtype,
-    vocab_size: int, vocab_slice: VocabSlice | None,
+    teacher: Teacher | TopKTeacher | None, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None,
+    count: int, dtype: torch.dtype, vocab_size: int, vocab_slice: VocabSlice | None,
 ) -> TeacherHead | TopKHead | None:  # fmt: skip
     """What the engine keeps of a teacher, for so many tokens with values in `dtype`."""
     if teacher is None:
         return None
     if is_whole(teacher):
-        return TeacherHead(teacher, config, backend, count, dtype, vocab_slice)
+        return TeacherHead(teacher, config, backend, compute_dtype, count, dtype, vocab_slice)
     device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device
     rest, slices = Statistics.zeros(count, device, dtype), (vocab_size, vocab_slice)
     if isinstance(teacher, Teacher):
-        return PolicyTopK(teacher, config, backend, config.teacher_transform(teacher), rest, *slices)
+        return PolicyTopK(teacher, config, backend, compute_dtype, config.teacher_transform(teacher), rest, *slices)
     return GivenTopK(teacher, config.teacher_transform(None), rest, *slices)
 
 
