@@ -153,7 +153,7 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 
 class Scratch:
-    """Buffers of logits, their gradients, and the rounding errors of these; each grows to the largest chunk so far.
+    """Buffers of logits and their gradients; each grows to the largest chunk so far.
 
     What a method returns is valid until its next call. `rows`: of the usual chunk, allocated at least.
     `teacher_dtype`: of the logits of a teacher, which come with those of a chunk.
@@ -173,7 +173,6 @@ class Scratch:
         self.logits_dtypes = (logits_dtype,) if teacher_dtype is None else (logits_dtype, teacher_dtype)
         self._logits: list[Tensor] = []
         self._gradients: Tensor | None = None
-        self._errors: Tensor | None = None
 
     def logits(self, count: int) -> Tensor:
         """(count, V) of a chunk."""
@@ -197,17 +196,11 @@ class Scratch:
         """(count, V) gradients over these logits: of a narrower type, over the front half of each row."""
         return logits if self.grad_dtype == logits.dtype else logits.view(self.grad_dtype)[:, : self.vocab_size]
 
-    def errors(self, count: int) -> Tensor:
-        """(count,) float32 of a chunk."""
-        if self._errors is None or len(self._errors) < count:
-            self._errors = torch.empty(max(count, self.rows), dtype=torch.float32, device=self.device)
-        return self._errors[:count]
-
     def release(self) -> None:
         """Let go of everything; logits on a CPU stay for the next call."""
         if self._logits and self.device.type == "cpu":
             _keep(self._logits[0].untyped_storage())
-        self._logits, self._gradients, self._errors = [], None, None
+        self._logits, self._gradients = [], None
 
 
 def allocate_rows(rows: int, vocab_size: int, dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:

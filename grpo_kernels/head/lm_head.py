@@ -6,12 +6,6 @@
 
 The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient
 over the front half of each float32 row (row stride 2V), so that there is no second buffer.
-
-Rounding to 16 bits hurts one entry of a row of dlogits most, that of the sampled id: it carries most of the row's norm,
-and without its rounding the error of the other products falls 20-fold. So on a CPU the row kernel reports what the
-rounding took, e_t. dhidden starts from e_t W[id]. The product for dweight gets 0 for the sampled ids, whose own shares
-g_t h_t, a sum over N rows of length H, are added at the end, in float32: rows of dweight with most of its norm are
-rounded once, however many chunks there were.
 """
 
 from __future__ import annotations
@@ -97,7 +91,6 @@ class LMHead:
         has_exponentials = self.takes_exponentials and backend.exponentials is not None
         narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or has_exponentials
         self.grad_dtype = dtype if narrow else torch.float32  # of dlogits
-        self.rounds = device.type == "cpu" and self.grad_dtype == torch.bfloat16  # dlogits, with a correction
         waiting = [*map(stored_dtype, self.given_dtypes)]
         for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
             if is_wide:
@@ -172,7 +165,7 @@ class LMHead:
     def row_gradients(self, rows: Rows, logits: Tensor) -> RowGradients:
         """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
         dlogits = self.scratch.over(logits) if self.in_place else self.scratch.gradients(rows.count)
-        return RowGradients(dlogits, self.scratch.errors(rows.count) if self.rounds else None)
+        return RowGradients(dlogits)
 
     def release(self) -> None:
         """Let go of all scratch memory."""
@@ -224,13 +217,8 @@ class LMHead:
         self.gradient_scale = scale
         return scale
 
-    def accumulate(self, rows: Rows, ids: Tensor) -> None:
-        """Add a chunk's share of dhidden, dweight and dbias, once its gradients are written. ids (N,)."""
-        scratch = self.scratch
-        dlogits = scratch.over(scratch.logits(rows.count)) if self.in_place else scratch.gradients(rows.count)
-        if self.rounds:
-            self._accumulate_corrected(rows, dlogits, rows.take(ids), scratch.errors(rows.count))
-            return
+    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
+        """Add a chunk's share of dhidden, dweight and dbias. dlogits (C, V)."""
         if self.wants[0]:
             self._put_dhidden(rows, self._times_weight(dlogits))
         if self.wants[2]:
@@ -265,7 +253,7 @@ class LMHead:
         self.release()
         if self.vocab_slice is not None and self.dhidden is not None:
             self.vocab_slice.add_up(self.dhidden)
-        totals = self.dhidden, self.dweight.finish(), self.dbias
+        totals = self.dhidden, self.dweight.total, self.dbias
         inputs = self.hidden, self.weight, self.bias
         finished: list[Tensor | None] = []
         for want, total, x, dtype in zip(self.wants, totals, inputs, self.stored_dtypes, strict=True):
@@ -275,29 +263,9 @@ class LMHead:
                 finished.append(torch.zeros(x.shape, dtype=dtype, device=x.device))
             else:
                 finished.append(total.view(x.shape).to(dtype))
-        self.dhidden = self.dbias = None
+        self.dhidden = self.dbias = self.dweight.total = None
         scales = [None, self.gradient_scale, self.gradient_scale]
         return PrecomputedGradients(finished, self.given_dtypes, self.backend, scales, waiting=self.waiting)
-
-    def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
-        """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""
-        places = torch.arange(rows.count, device=ids.device)
-        if self.vocab_slice is not None:  # those whose sampled id is in this slice
-            places = (ids >= 0).nonzero().squeeze(1)
-            ids, error = ids[places], error[places]
-        if self.wants[0]:
-            start = (error[:, None] * self.weight[ids]).to(dlogits.dtype)
-            if len(places) < rows.count:
-                start = start.new_zeros(rows.count, start.shape[1]).index_copy_(0, places, start)
-            self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
-        if self.wants[2]:
-            self.add_dbias(dlogits.sum(0, dtype=torch.float32).index_add_(0, ids, error))
-        if self.wants[1]:
-            h = self.hidden_rows(rows)
-            sampled = h if len(places) == rows.count else h[places]
-            self.dweight.add_later(ids, dlogits[places, ids] + error, sampled)
-            dlogits[places, ids] = 0.0  # scatter_ would copy all of dlogits
-            self.dweight.add(dlogits, h)
 
     def add_dbias(self, share: Tensor) -> None:
         self.dbias = share if self.dbias is None else self.dbias.add_(share)
@@ -382,7 +350,7 @@ class GivenLogits(HeldLogits):
         self.gradient_scale = power_of_two_scale(largest)
         return self.gradient_scale
 
-    def accumulate(self, rows: Rows, ids: Tensor) -> None:
+    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
         """The gradient is where it belongs already."""
 
 

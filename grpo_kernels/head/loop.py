@@ -259,8 +259,8 @@ class Chunk:
             read, dlogp, dentropy, entries = p.teacher.entries(read, p.sampled_ids, (dlogp, dentropy, weight))
         p.backend.gradient(read, dlogp, dentropy, written)
         if entries is not None:
-            entries.write(written)
-        head.accumulate(rows, p.ids)
+            entries.write(written.dlogits)
+        head.accumulate(rows, written.dlogits)
 
 
 class Exponentials(Chunk):

@@ -66,10 +66,6 @@ class CpuKernels:
             torch.get_num_threads(),
         )  # fmt: skip
 
-    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device)  # whatever the default device is
-        self.kept_dweight(scale, rows, KeptPairs(ids.to(torch.int32), tokens), target, add=True)
-
 
 def _teacher(teacher: TeacherLogits | None) -> tuple[object, ...]:
     """Returns the fields of gk::TeacherArgs."""
@@ -107,7 +103,6 @@ def load() -> tuple[Backend | None, str]:
         kept_logits=kernels.kept_logits,
         kept_dhidden=kernels.kept_dhidden,
         kept_dweight=kernels.kept_dweight,
-        add_rows=kernels.add_rows,
     )
     return table, ""
 

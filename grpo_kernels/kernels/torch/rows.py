@@ -89,12 +89,6 @@ def scale(x: Tensor, factor: Tensor) -> None:
         piece.copy_(piece.float().mul_(factor))
 
 
-def add_rows(target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-    found, place = ids.unique(return_inverse=True)
-    sums = target[found].to(scale.dtype).index_add_(0, place, scale[:, None] * rows)
-    target[found] = sums.to(target.dtype)
-
-
 def _row_statistics(z: Tensor, ids: Tensor) -> Statistics:
     """Of z (C, V), which is overwritten; logp is NaN for an id of -1."""
     top = z.amax(-1, keepdim=True)
