@@ -27,7 +27,7 @@ from .chunk_size import (
     select_rows,
 )
 from .dweight import WeightGradient, pieces
-from .gradients import DeferredPairs, PrecomputedGradients, power_of_two_scale, stored_dtype
+from .gradients import PrecomputedGradients, power_of_two_scale, stored_dtype
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice, vocab_size_of
 
@@ -51,7 +51,6 @@ class LMHead:
     dhidden: Tensor | None = None
     dbias: Tensor | None = None
     gradient_scale: Tensor | None = None
-    keeps_pairs = False  # the shares of pairs in dweight wait for the backward as they are, in `waiting`
     _gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
 
     def __init__(
@@ -91,13 +90,11 @@ class LMHead:
         has_exponentials = self.takes_exponentials and backend.exponentials is not None
         narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or has_exponentials
         self.grad_dtype = dtype if narrow else torch.float32  # of dlogits
-        waiting = [*map(stored_dtype, self.given_dtypes)]
+        self.stored_dtypes = [*map(stored_dtype, self.given_dtypes)]
         for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
             if is_wide:
-                waiting[i] = torch.promote_types(waiting[i], torch.float32)
-        self.stored_dtypes = waiting
-        self.dweight = WeightGradient(weight, self.grad_dtype, waiting[1], backend)
-        self.waiting: list[DeferredPairs] = []
+                self.stored_dtypes[i] = torch.promote_types(self.stored_dtypes[i], torch.float32)
+        self.dweight = WeightGradient(weight, self.grad_dtype, self.stored_dtypes[1], backend)
 
         # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
         # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
@@ -240,9 +237,7 @@ class LMHead:
         """The shares of pairs of a token and an id in dweight and dbias. dlogits (M,). With float16, after all dense
         products."""
         scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
-        if self.wants[1] and self.keeps_pairs:
-            self.waiting.append(DeferredPairs(dlogits, self.hidden_matrix, self.hidden_matrix._version, pairs))
-        elif self.wants[1]:
+        if self.wants[1]:
             self.dweight.add_kept(scaled, self.hidden_matrix, pairs)
         if self.wants[2]:
             starts, order = pairs.by_id(len(self.weight))
@@ -257,7 +252,7 @@ class LMHead:
         inputs = self.hidden, self.weight, self.bias
         finished: list[Tensor | None] = []
         for want, total, x, dtype in zip(self.wants, totals, inputs, self.stored_dtypes, strict=True):
-            if not want or x is None or (total is None and x is self.weight and self.waiting):
+            if not want or x is None:
                 finished.append(None)
             elif total is None:
                 finished.append(torch.zeros(x.shape, dtype=dtype, device=x.device))
@@ -265,7 +260,7 @@ class LMHead:
                 finished.append(total.view(x.shape).to(dtype))
         self.dhidden = self.dbias = self.dweight.total = None
         scales = [None, self.gradient_scale, self.gradient_scale]
-        return PrecomputedGradients(finished, self.given_dtypes, self.backend, scales, waiting=self.waiting)
+        return PrecomputedGradients(finished, self.given_dtypes, self.backend, scales)
 
     def add_dbias(self, share: Tensor) -> None:
         self.dbias = share if self.dbias is None else self.dbias.add_(share)

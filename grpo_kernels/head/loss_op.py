@@ -108,7 +108,6 @@ def _compute(
         )  # fmt: skip
         check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
         check_token_values(inputs)
-        head.keeps_pairs = config.sparse_backward is not None and call.accumulate_into is not None
         every_row = _computes_every_row(call, hidden.device)
         tokens = plan(inputs, ids, config, dtype, has_teacher=teacher is not None)
         if every_row and inputs.completion_mask is not None:
