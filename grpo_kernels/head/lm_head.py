@@ -29,7 +29,7 @@ from .chunk_size import (
 from .dweight import WeightGradient, pieces
 from .gradients import PrecomputedGradients, power_of_two_scale, stored_dtype
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
-from .vocab_parallel import VocabSlice, vocab_size_of
+from .vocab_parallel import VocabSlice
 
 
 class LMHead:
@@ -79,6 +79,7 @@ class LMHead:
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
         self.backend, self.wants, self.vocab_slice = backend, wants, vocab_slice
+        self.vocab_size = len(weight) if vocab_slice is None else vocab_slice.vocab_size  # of all ranks
         self.fused_products: tuple[str, ...] = ()
         if backend.fused_products is not None and vocab_slice is None:
             self.fused_products = backend.fused_products(hidden, weight)
@@ -119,11 +120,6 @@ class LMHead:
     def hidden_matrix(self) -> Tensor:
         """(N, H); a copy where there is no such view."""
         return self.hidden.reshape(-1, self.hidden.shape[-1]) if self.flat_hidden is None else self.flat_hidden
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the whole lm_head, of all ranks."""
-        return vocab_size_of(self.weight, self.vocab_slice)
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in their rows; -1 where another rank has them."""
@@ -174,16 +170,13 @@ class LMHead:
     def hidden_rows(self, rows: Rows) -> Tensor:
         """(C, H) of a chunk."""
         if self._gathered is None or self._gathered[0] is not rows:
-            h = self._stored_rows(rows)
+            if self.flat_hidden is not None:
+                h = rows.take(self.flat_hidden)
+            else:  # a strided view (a shifted completion, say) is read chunk by chunk, never copied whole
+                index, length = rows.tokens(self.hidden.device), self.hidden.shape[1]
+                h = self.hidden[index // length, index % length]
             self._gathered = rows, h if self.keep is None else torch.where(rows.take(self.keep)[:, None], h, 0.0)
         return self._gathered[1]
-
-    def _stored_rows(self, rows: Rows) -> Tensor:
-        if self.flat_hidden is not None:
-            return rows.take(self.flat_hidden)
-        # A strided view (a shifted completion, say) is read chunk by chunk, never copied whole.
-        index, length = rows.tokens(self.hidden.device), self.hidden.shape[1]
-        return self.hidden[index // length, index % length]
 
     def logits(self, rows: Rows, out: Tensor | None = None) -> Tensor:
         """(C, V) logits of a chunk, in `out` or in the scratch until the next call."""
@@ -281,9 +274,8 @@ class LMHead:
         """dhidden (N, H), 0 in rows that nobody has written; or anything there, if every row will be."""
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
-            self.dhidden = torch.empty(shape, dtype=self.stored_dtypes[0], device=self.hidden.device)
-            if not every_row:
-                self.dhidden.zero_()
+            allocate = torch.empty if every_row else torch.zeros
+            self.dhidden = allocate(shape, dtype=self.stored_dtypes[0], device=self.hidden.device)
         return self.dhidden
 
     def _times_weight(self, dlogits: Tensor) -> Tensor:

@@ -242,12 +242,10 @@ def _ratio(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def new_teacher(
-    teacher: Teacher | TopKTeacher | None, config: GRPOConfig, backend: Backend, count: int, dtype: torch.dtype,
+    teacher: Teacher | TopKTeacher, config: GRPOConfig, backend: Backend, count: int, dtype: torch.dtype,
     vocab_size: int, vocab_slice: VocabSlice | None,
-) -> TeacherHead | TopKHead | None:  # fmt: skip
+) -> TeacherHead | TopKHead:  # fmt: skip
     """What the engine keeps of a teacher, for so many tokens with values in `dtype`."""
-    if teacher is None:
-        return None
     if is_whole(teacher):
         return TeacherHead(teacher, config, backend, count, dtype, vocab_slice)
     device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device
