@@ -36,7 +36,7 @@ def divergence(chunk: LogitChunk) -> Tensor:
         temperature = rows.take(chunk.temperature)
         log_p, _ = _log_p(chunk._replace(logits=chunk.logits[own]), temperature, rows.take(chunk.stats.lse))
         z, _ = transformed(teacher.logits[own], teacher.bias, temperature, teacher.transform)
-        parts.append(torch.stack(sums(log_p, minus_lse(z, rows.take(teacher.lse)), teacher)))
+        parts.append(torch.stack(sums(log_p, minus_lse(z, rows.take(teacher.lse)), teacher.transform)))
     return torch.cat(parts, 1)
 
 
