@@ -304,11 +304,6 @@ class GRPOConfig:
             raise ValueError("static_shapes=True contradicts sparse_backward, whose number of entries is read")
 
     @property
-    def pushes_without_advantage(self) -> bool:
-        """Says whether the surrogate has a gradient where the advantage is 0: the squared log-ratio of DPPO and IPO."""
-        return bool(self.dppo_kl_tau)
-
-    @property
     def has_entropy_bonus(self) -> bool:
         """Says whether the loss has an entropy bonus; a tensor counts as one: its value is not read."""
         return isinstance(self.entropy_coef, torch.Tensor) or self.entropy_coef != 0.0

@@ -112,9 +112,10 @@ def check_loss_inputs(
     if config.distill_coef != 0.0 and teacher is None:
         raise ValueError(f"distill_coef={config.distill_coef} has no effect without a teacher, which is not given here")
     # The ids of a TopKTeacher that are the mask's stand in rows of their own, as the logits of a Teacher do.
-    has_rows = is_whole(teacher) or (teacher is not None and sampling_mask is not None)
+    has_rows = teacher is not None and (is_whole(teacher) or sampling_mask is not None)
     backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype, has_teacher=has_rows)
-    check_sampling_mask(sampling_mask, per_token.shape, per_token)
+    if sampling_mask is not None:
+        check_sampling_mask(sampling_mask, per_token.shape, per_token)
     cu_seqlens, mask = options.get("cu_seqlens"), options.get("completion_mask")
     num_sequences = num_sequences_of(per_token, cu_seqlens, input_name)
     _check_tensors(advantages, options, num_sequences, per_token)
@@ -258,7 +259,8 @@ def check_logps_inputs(
                 raise ValueError(f"{name} is given with {ids.shape[-1]} completion_ids of each token; give one of both")
     check_teacher(teacher, divergence, hidden, weight, dtype)
     check_token_tensor("completion_mask", mask, one.shape, -1, hidden)
-    check_sampling_mask(sampling_mask, one.shape, hidden)
+    if sampling_mask is not None:
+        check_sampling_mask(sampling_mask, one.shape, hidden)
     per_token, number = None, 1.0
     if isinstance(temperature, Tensor):
         num_sequences = -1 if cu_seqlens is None and one.dim() == 1 else num_sequences_of(one, cu_seqlens)

@@ -133,8 +133,6 @@ def _elements(x: Any) -> list[Any]:
 
 def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor) -> None:
     """Checks that `mask` fits tokens of this shape, on the device of `like`."""
-    if mask is None:
-        return
     if not isinstance(mask, SamplingMask):
         raise TypeError(f"sampling_mask is a {type(mask).__name__}; expected a grpo_kernels.SamplingMask")
     if mask.shape != shape:

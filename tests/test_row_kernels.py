@@ -234,24 +234,7 @@ def test_sixteen_bit_conversion(kernels, dtype):
     c.check_sixteen_bits(kernels, dtype, every=37 if kernels.name == "cuda" else 1)
 
 
-# --- rows of hidden states ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_add_rows_sums_each_id_in_float32_and_rounds_once(dtype):
-    """Of numbers whose sums float32 holds exactly, in any order."""
-    generator = torch.Generator().manual_seed(0)
-
-    def halves(*shape: int) -> torch.Tensor:
-        return torch.randint(-128, 128, shape, generator=generator) / 2
-
-    target, rows = halves(50, 33).to(dtype), halves(20, 40).bfloat16()[:, 3:36]  # a row stride of its own
-    ids, scale = torch.randint(0, 10, (20,), generator=generator), halves(20)
-    expected = target.float().index_add(0, ids, scale[:, None] * rows).to(dtype)
-    for kernels in (CPU, get_backend("torch")):
-        found = target.clone()
-        kernels.add_rows(found, ids, scale, rows)
-        assert torch.equal(found, expected)
+# --- scaling --------------------------------------------------------------------------------------------------------
 
 
 @of_cuda

@@ -92,14 +92,14 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> 
 def check_float(name: str, x: Tensor, like: Tensor | None = None) -> None:
     """Checks that x is a plain tensor on the device of `like`, of a type that the kernels take."""
     check_tensor(name, x, like)
-    _refuse_meta(name, x)
+    if x.is_meta:
+        _refuse_meta(name)
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
 
 
-def _refuse_meta(name: str, x: Tensor) -> None:
-    if x.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, where tensors have no values")
+def _refuse_meta(name: str) -> None:
+    raise ValueError(f"{name} is on the meta device, where tensors have no values")
 
 
 def check_lm_head(
@@ -233,7 +233,8 @@ def check_one_element(name: str, x: Tensor) -> None:
     check_shape(name, x, x.numel() == 1, "a number or a tensor of one element")
     if x.dtype not in NUMBERS:
         raise TypeError(f"{name} is {x.dtype}; expected a number, or a tensor of a float or integer type")
-    _refuse_meta(name, x)
+    if x.is_meta:
+        _refuse_meta(name)
 
 
 def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
@@ -283,7 +284,8 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
     if checks_values(ids.device):
         expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
         check_numbers("completion_ids", ids, mask, low=0, high=vocab_size - 1, expected=expected)
-        check_offsets(cu_seqlens, ids.numel())
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens, ids.numel())
 
 
 def check_top_k(name: str, k: int, vocab_size: int) -> None:
@@ -343,7 +345,8 @@ def check_token_values(inputs: TokenInputs) -> None:
         x = getattr(inputs, name)
         if x is not None:
             check_numbers(name, x, inputs.completion_mask, inputs.cu_seqlens, low=low, high=high, expected=expected)
-    check_temperature(inputs.temperature, inputs.completion_mask)
+    if inputs.temperature is not None:
+        check_temperature(inputs.temperature, inputs.completion_mask)
     positive = SMALLEST, "a positive finite number, in float32"
     for name, x, (low, expected) in (
         ("num_items_in_batch or normalizer", inputs.normalizer, positive),
@@ -369,12 +372,11 @@ def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
             )
 
 
-def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
+def check_temperature(temperature: Tensor, mask: Tensor | None) -> None:
     """Checks that a tensor of temperatures is positive and finite at unmasked positions."""
-    if temperature is not None:
-        mask = mask if mask is not None and mask.shape == temperature.shape else None
-        expected = f"a positive finite number{_THERE}, in float32"
-        check_numbers("temperature", temperature, mask, low=SMALLEST, high=LARGEST, expected=expected)
+    mask = mask if mask is not None and mask.shape == temperature.shape else None
+    expected = f"a positive finite number{_THERE}, in float32"
+    check_numbers("temperature", temperature, mask, low=SMALLEST, high=LARGEST, expected=expected)
 
 
 def check_numbers(

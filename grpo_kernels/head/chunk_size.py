@@ -62,29 +62,21 @@ def select_tokens(
         elif sequences is not None and not every_row:
             lengths = sequences.offsets.diff().tolist()
         return Selection(None, None, None, lengths)
-    of_sequences = None if sequences is None else sequences.sum(active.to(torch.float32))
-    if not reads_back_late(active.device):  # two reads cost less than one sort
-        first, count, rest = active.nonzero().squeeze(1), active.numel(), None
-        if scored is not active and first.numel() < (count if scored is None else int(scored.count_nonzero())):
+    if not reads_back_late(active.device) and sequences is None:  # two reads cost half of what a sort does
+        first, rest = active.nonzero().squeeze(1), None
+        if scored is not active and len(first) < (len(active) if scored is None else int(scored.count_nonzero())):
             rest = (~active if scored is None else scored & ~active).nonzero().squeeze(1)
         both = first if rest is None else torch.cat([first, rest])
-        per_sequence = None if of_sequences is None else [int(x) for x in of_sequences.tolist()]
-        has_gradient = None if first.numel() == count else first
-        return Selection(has_gradient, rest, None if both.numel() == count else both, per_sequence)
-    others = None
-    if scored is not active:
-        others = ~active if scored is None else scored & ~active
-    numbers = [active.sum(dtype=torch.float64).view(1)]
-    key = active.to(torch.int8)
-    if others is not None:
-        numbers.append(others.sum(dtype=torch.float64).view(1))
-        key = 2 * key + others
-    if of_sequences is not None:
-        numbers.append(of_sequences.double())
-    found = [int(x) for x in torch.cat(numbers).tolist()]
-    order, rest_count = key.argsort(descending=True, stable=True), 0 if others is None else found[1]
-    per_sequence = None if of_sequences is None else found[len(found) - len(of_sequences) :]
-    return Selection.of(order, found[0], rest_count, per_sequence)
+        has_gradient, scored = (None if len(x) == len(active) else x for x in (first, both))
+        return Selection(has_gradient, rest, scored, None)
+    flags = torch.stack([active] if scored is None or scored is active else [active, scored])
+    numbers = flags.sum(1)
+    if sequences is not None:
+        numbers = torch.cat([numbers, sequences.sum(active.to(torch.float32)).long()])
+    found: list[int] = numbers.tolist()
+    total = active.numel() if scored is None else found[len(flags) - 1]
+    order = flags.sum(0, dtype=torch.int8).argsort(descending=True, stable=True)
+    return Selection.of(order, found[0], total - found[0], None if sequences is None else found[len(flags) :])
 
 
 def reads_back_late(device: torch.device) -> bool:
@@ -153,7 +145,7 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 
 class Scratch:
-    """Buffers of logits, their gradients, and the rounding errors of these; each grows to the largest chunk so far.
+    """Buffers of logits and their gradients; each grows to the largest chunk so far.
 
     What a method returns is valid until its next call. `rows`: of the usual chunk, allocated at least.
     `teacher_dtype`: of the logits of a teacher, which come with those of a chunk.
@@ -173,7 +165,6 @@ class Scratch:
         self.logits_dtypes = (logits_dtype,) if teacher_dtype is None else (logits_dtype, teacher_dtype)
         self._logits: list[Tensor] = []
         self._gradients: Tensor | None = None
-        self._errors: Tensor | None = None
 
     def logits(self, count: int) -> Tensor:
         """(count, V) of a chunk."""
@@ -197,17 +188,11 @@ class Scratch:
         """(count, V) gradients over these logits: of a narrower type, over the front half of each row."""
         return logits if self.grad_dtype == logits.dtype else logits.view(self.grad_dtype)[:, : self.vocab_size]
 
-    def errors(self, count: int) -> Tensor:
-        """(count,) float32 of a chunk."""
-        if self._errors is None or len(self._errors) < count:
-            self._errors = torch.empty(max(count, self.rows), dtype=torch.float32, device=self.device)
-        return self._errors[:count]
-
     def release(self) -> None:
         """Let go of everything; logits on a CPU stay for the next call."""
         if self._logits and self.device.type == "cpu":
-            _keep(self._logits[0].untyped_storage())
-        self._logits, self._gradients, self._errors = [], None, None
+            _last_on_cpu[:] = [self._logits[0].untyped_storage()]  # in place of what another thread has put there
+        self._logits, self._gradients = [], None
 
 
 def allocate_rows(rows: int, vocab_size: int, dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:
@@ -249,8 +234,3 @@ def _cpu_block(size: int) -> torch.UntypedStorage:
             return block
         del block  # freed before a larger one is made
     return torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
-
-
-def _keep(block: torch.UntypedStorage) -> None:
-    """For the next call, in place of what another thread has put there."""
-    _last_on_cpu[:] = [block]

@@ -19,51 +19,26 @@ class WeightGradient:
         self.weight, self.grad_dtype, self.stored_dtype, self.backend = weight, grad_dtype, stored_dtype, backend
         self.total: Tensor | None = None
         self.sums_in_float32 = grad_dtype.itemsize == 2 and stored_dtype == torch.float32
-        self._own_shares: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         """Add the product of a chunk: dlogits (P, V), h (P, H)."""
-        if h.device.type != "cpu" or dlogits.dtype != torch.bfloat16:
-            self._add_product(dlogits, h.to(dlogits.dtype))
+        h = h.to(dlogits.dtype)
+        if not self.sums_in_float32:
+            self.total = torch.mm(dlogits.T, h) if self.total is None else self.total.addmm_(dlogits.T, h)
+        elif h.device.type == "cpu" and h.dtype == torch.bfloat16:  # which `product` would convert
+            first, total = self._total_to_write()
+            for piece in pieces(self.weight, PIECE_ROWS):
+                part = torch.mm(dlogits[:, piece].T, h)
+                total[piece] = part if first else total[piece] + part
+        elif self.total is None:
+            self.total = product(dlogits.T, h)
         else:
-            self._add_bfloat16_on_cpu(dlogits, h)
+            add_product(self.total, dlogits.T, h)
 
     def add_kept(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs) -> None:
         """Add the tokens with few kept ids: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
         first, total = self._total_to_write()
         self.backend.kept_dweight(dlogits, hidden, pairs, total, add=not first)
-
-    def add_later(self, ids: Tensor, scale: Tensor, h: Tensor) -> None:
-        """Let `finish` add scale_t h_t (P, H) to the rows of the sampled ids, in float32."""
-        self._own_shares.append((ids, scale, h))
-
-    def finish(self) -> Tensor | None:
-        """Return the sum and forget it."""
-        total, shares = self.total, self._own_shares
-        if shares and total is not None:
-            ids, scale, h = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*shares, strict=True))
-            self.backend.add_rows(total, ids, scale, h)
-        self.total, self._own_shares = None, []
-        return total
-
-    def _add_product(self, dlogits: Tensor, h: Tensor) -> None:
-        if self.total is None:
-            self.total = product(dlogits.T, h) if self.sums_in_float32 else torch.mm(dlogits.T, h)
-        elif self.sums_in_float32:
-            add_product(self.total, dlogits.T, h)
-        else:
-            self.total.addmm_(dlogits.T, h)
-
-    def _add_bfloat16_on_cpu(self, dlogits: Tensor, h: Tensor) -> None:
-        first, total = self._total_to_write()
-        if self.sums_in_float32:
-            for piece in pieces(self.weight, PIECE_ROWS):
-                part = torch.mm(dlogits[:, piece].T, h)
-                total[piece] = part if first else total[piece] + part
-        elif first:
-            torch.mm(dlogits.T, h, out=total)
-        else:
-            total.addmm_(dlogits.T, h)
 
     def _total_to_write(self) -> tuple[bool, Tensor]:
         """(whether nothing was added yet, the sum, which holds anything then)."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.operations import Backend, LogitChunk, RowGradients, Statistics
+from ..kernels.operations import Backend, LogitChunk, Statistics
 from ..kernels.torch.transform import transformed
 from .vocab_parallel import VocabSlice
 
@@ -43,13 +43,10 @@ class Entries(NamedTuple):
     here: Tensor | None
     gradient: Tensor
 
-    def write(self, written: RowGradients) -> None:
-        """Behind the row kernel; what rounding takes from the sampled id's entry is that of the new one."""
-        dlogits, rounding_error = written
+    def write(self, dlogits: Tensor) -> None:
+        """Behind the row kernel."""
         rounded = self.gradient.to(dlogits.dtype)
         dlogits[self.place] = rounded if self.here is None else rounded[self.here]
-        if rounding_error is not None:
-            rounding_error.copy_((self.gradient - rounded.double())[:, -1])
 
 
 class KIds:

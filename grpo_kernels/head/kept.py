@@ -197,10 +197,10 @@ class KeptLogits(HeldLogits):
     def scale_gradients(self, largest: Tensor) -> Tensor:
         raise NotImplementedError  # float16 gradients have a scale; these are float32 or float64
 
-    def accumulate(self, rows: Rows, ids: Tensor) -> None:
+    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
         """dhidden of a matrix; `finish` has the rest."""
         if self.head.wants[0]:
-            kept, dlogits = self._matrices[id(rows)]
+            kept, _ = self._matrices[id(rows)]
             dhidden = self.head.dhidden_to_write(every_row=self.num_tokens == self.head.num_tokens)
             self.backend.kept_dhidden(dlogits, self.head.weight, kept, dhidden)
 

@@ -6,12 +6,6 @@
 
 The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient
 over the front half of each float32 row (row stride 2V), so that there is no second buffer.
-
-Rounding to 16 bits hurts one entry of a row of dlogits most, that of the sampled id: it carries most of the row's norm,
-and without its rounding the error of the other products falls 20-fold. So on a CPU the row kernel reports what the
-rounding took, e_t. dhidden starts from e_t W[id]. The product for dweight gets 0 for the sampled ids, whose own shares
-g_t h_t, a sum over N rows of length H, are added at the end, in float32: rows of dweight with most of its norm are
-rounded once, however many chunks there were.
 """
 
 from __future__ import annotations
@@ -33,9 +27,9 @@ from .chunk_size import (
     select_rows,
 )
 from .dweight import WeightGradient, pieces
-from .gradients import DeferredPairs, PrecomputedGradients, power_of_two_scale, stored_dtype
+from .gradients import PrecomputedGradients, power_of_two_scale, stored_dtype
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
-from .vocab_parallel import VocabSlice, vocab_size_of
+from .vocab_parallel import VocabSlice
 
 
 class LMHead:
@@ -57,7 +51,6 @@ class LMHead:
     dhidden: Tensor | None = None
     dbias: Tensor | None = None
     gradient_scale: Tensor | None = None
-    keeps_pairs = False  # the shares of pairs in dweight wait for the backward as they are, in `waiting`
     _gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
 
     def __init__(
@@ -86,6 +79,7 @@ class LMHead:
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
         self.backend, self.wants, self.vocab_slice = backend, wants, vocab_slice
+        self.vocab_size = len(weight) if vocab_slice is None else vocab_slice.vocab_size  # of all ranks
         self.fused_products: tuple[str, ...] = ()
         if backend.fused_products is not None and vocab_slice is None:
             self.fused_products = backend.fused_products(hidden, weight)
@@ -97,14 +91,11 @@ class LMHead:
         has_exponentials = self.takes_exponentials and backend.exponentials is not None
         narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or has_exponentials
         self.grad_dtype = dtype if narrow else torch.float32  # of dlogits
-        self.rounds = device.type == "cpu" and self.grad_dtype == torch.bfloat16  # dlogits, with a correction
-        waiting = [*map(stored_dtype, self.given_dtypes)]
+        self.stored_dtypes = [*map(stored_dtype, self.given_dtypes)]
         for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
             if is_wide:
-                waiting[i] = torch.promote_types(waiting[i], torch.float32)
-        self.stored_dtypes = waiting
-        self.dweight = WeightGradient(weight, self.grad_dtype, waiting[1], backend)
-        self.waiting: list[DeferredPairs] = []
+                self.stored_dtypes[i] = torch.promote_types(self.stored_dtypes[i], torch.float32)
+        self.dweight = WeightGradient(weight, self.grad_dtype, self.stored_dtypes[1], backend)
 
         # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
         # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
@@ -129,11 +120,6 @@ class LMHead:
     def hidden_matrix(self) -> Tensor:
         """(N, H); a copy where there is no such view."""
         return self.hidden.reshape(-1, self.hidden.shape[-1]) if self.flat_hidden is None else self.flat_hidden
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the whole lm_head, of all ranks."""
-        return vocab_size_of(self.weight, self.vocab_slice)
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in their rows; -1 where another rank has them."""
@@ -172,7 +158,7 @@ class LMHead:
     def row_gradients(self, rows: Rows, logits: Tensor) -> RowGradients:
         """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
         dlogits = self.scratch.over(logits) if self.in_place else self.scratch.gradients(rows.count)
-        return RowGradients(dlogits, self.scratch.errors(rows.count) if self.rounds else None)
+        return RowGradients(dlogits)
 
     def release(self) -> None:
         """Let go of all scratch memory."""
@@ -184,16 +170,13 @@ class LMHead:
     def hidden_rows(self, rows: Rows) -> Tensor:
         """(C, H) of a chunk."""
         if self._gathered is None or self._gathered[0] is not rows:
-            h = self._stored_rows(rows)
+            if self.flat_hidden is not None:
+                h = rows.take(self.flat_hidden)
+            else:  # a strided view (a shifted completion, say) is read chunk by chunk, never copied whole
+                index, length = rows.tokens(self.hidden.device), self.hidden.shape[1]
+                h = self.hidden[index // length, index % length]
             self._gathered = rows, h if self.keep is None else torch.where(rows.take(self.keep)[:, None], h, 0.0)
         return self._gathered[1]
-
-    def _stored_rows(self, rows: Rows) -> Tensor:
-        if self.flat_hidden is not None:
-            return rows.take(self.flat_hidden)
-        # A strided view (a shifted completion, say) is read chunk by chunk, never copied whole.
-        index, length = rows.tokens(self.hidden.device), self.hidden.shape[1]
-        return self.hidden[index // length, index % length]
 
     def logits(self, rows: Rows, out: Tensor | None = None) -> Tensor:
         """(C, V) logits of a chunk, in `out` or in the scratch until the next call."""
@@ -224,13 +207,8 @@ class LMHead:
         self.gradient_scale = scale
         return scale
 
-    def accumulate(self, rows: Rows, ids: Tensor) -> None:
-        """Add a chunk's share of dhidden, dweight and dbias, once its gradients are written. ids (N,)."""
-        scratch = self.scratch
-        dlogits = scratch.over(scratch.logits(rows.count)) if self.in_place else scratch.gradients(rows.count)
-        if self.rounds:
-            self._accumulate_corrected(rows, dlogits, rows.take(ids), scratch.errors(rows.count))
-            return
+    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
+        """Add a chunk's share of dhidden, dweight and dbias. dlogits (C, V)."""
         if self.wants[0]:
             self._put_dhidden(rows, self._times_weight(dlogits))
         if self.wants[2]:
@@ -252,9 +230,7 @@ class LMHead:
         """The shares of pairs of a token and an id in dweight and dbias. dlogits (M,). With float16, after all dense
         products."""
         scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
-        if self.wants[1] and self.keeps_pairs:
-            self.waiting.append(DeferredPairs(dlogits, self.hidden_matrix, self.hidden_matrix._version, pairs))
-        elif self.wants[1]:
+        if self.wants[1]:
             self.dweight.add_kept(scaled, self.hidden_matrix, pairs)
         if self.wants[2]:
             starts, order = pairs.by_id(len(self.weight))
@@ -265,39 +241,19 @@ class LMHead:
         self.release()
         if self.vocab_slice is not None and self.dhidden is not None:
             self.vocab_slice.add_up(self.dhidden)
-        totals = self.dhidden, self.dweight.finish(), self.dbias
+        totals = self.dhidden, self.dweight.total, self.dbias
         inputs = self.hidden, self.weight, self.bias
         finished: list[Tensor | None] = []
         for want, total, x, dtype in zip(self.wants, totals, inputs, self.stored_dtypes, strict=True):
-            if not want or x is None or (total is None and x is self.weight and self.waiting):
+            if not want or x is None:
                 finished.append(None)
             elif total is None:
                 finished.append(torch.zeros(x.shape, dtype=dtype, device=x.device))
             else:
                 finished.append(total.view(x.shape).to(dtype))
-        self.dhidden = self.dbias = None
+        self.dhidden = self.dbias = self.dweight.total = None
         scales = [None, self.gradient_scale, self.gradient_scale]
-        return PrecomputedGradients(finished, self.given_dtypes, self.backend, scales, waiting=self.waiting)
-
-    def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
-        """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""
-        places = torch.arange(rows.count, device=ids.device)
-        if self.vocab_slice is not None:  # those whose sampled id is in this slice
-            places = (ids >= 0).nonzero().squeeze(1)
-            ids, error = ids[places], error[places]
-        if self.wants[0]:
-            start = (error[:, None] * self.weight[ids]).to(dlogits.dtype)
-            if len(places) < rows.count:
-                start = start.new_zeros(rows.count, start.shape[1]).index_copy_(0, places, start)
-            self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
-        if self.wants[2]:
-            self.add_dbias(dlogits.sum(0, dtype=torch.float32).index_add_(0, ids, error))
-        if self.wants[1]:
-            h = self.hidden_rows(rows)
-            sampled = h if len(places) == rows.count else h[places]
-            self.dweight.add_later(ids, dlogits[places, ids] + error, sampled)
-            dlogits[places, ids] = 0.0  # scatter_ would copy all of dlogits
-            self.dweight.add(dlogits, h)
+        return PrecomputedGradients(finished, self.given_dtypes, self.backend, scales)
 
     def add_dbias(self, share: Tensor) -> None:
         self.dbias = share if self.dbias is None else self.dbias.add_(share)
@@ -318,9 +274,8 @@ class LMHead:
         """dhidden (N, H), 0 in rows that nobody has written; or anything there, if every row will be."""
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
-            self.dhidden = torch.empty(shape, dtype=self.stored_dtypes[0], device=self.hidden.device)
-            if not every_row:
-                self.dhidden.zero_()
+            allocate = torch.empty if every_row else torch.zeros
+            self.dhidden = allocate(shape, dtype=self.stored_dtypes[0], device=self.hidden.device)
         return self.dhidden
 
     def _times_weight(self, dlogits: Tensor) -> Tensor:
@@ -382,7 +337,7 @@ class GivenLogits(HeldLogits):
         self.gradient_scale = power_of_two_scale(largest)
         return self.gradient_scale
 
-    def accumulate(self, rows: Rows, ids: Tensor) -> None:
+    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
         """The gradient is where it belongs already."""
 
 

@@ -259,8 +259,8 @@ class Chunk:
             read, dlogp, dentropy, entries = p.teacher.entries(read, p.sampled_ids, (dlogp, dentropy, weight))
         p.backend.gradient(read, dlogp, dentropy, written)
         if entries is not None:
-            entries.write(written)
-        head.accumulate(rows, p.ids)
+            entries.write(written.dlogits)
+        head.accumulate(rows, written.dlogits)
 
 
 class Exponentials(Chunk):
@@ -296,7 +296,8 @@ def run(p: HeadPass, loss: Loss, chosen: Selection, *, gradients: bool, has_entr
 
     has_entropy: a gradient goes through the entropy. every_row: no shape depends on the data.
     """
-    p.normalise_teacher(chosen.scored)
+    if p.teacher is not None:
+        p.normalise_teacher(chosen.scored)
     lengths = chosen.lengths
     fits = lengths is not None and max(lengths, default=0) <= p.head.sequence_rows
     if not gradients or loss.by_batch or (loss.by_sequence and not fits):

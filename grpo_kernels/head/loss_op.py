@@ -92,12 +92,13 @@ def _compute(
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     """(results, gradients). To be called under no_grad."""
     ids, config, kernels = call.completion_ids, call.batch.config, get_backend(call.batch.backend)
-    inputs, vocab_size = _stored(call.batch.tokens), vocab_size_of(weight, call.vocab_slice)
-    check_teacher_values(call.teacher, vocab_size, inputs.completion_mask)
+    inputs = TokenInputs(*stored(*call.batch.tokens))
     with pinned_matmul_precision(hidden.device):
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
         teacher = None
         if call.teacher is not None:
+            vocab_size = vocab_size_of(weight, call.vocab_slice)
+            check_teacher_values(call.teacher, vocab_size, inputs.completion_mask)
             sizes = ids.numel(), dtype, vocab_size, call.vocab_slice
             teacher = new_teacher(call.teacher, config, kernels, call.compute_dtype, *sizes)
         head = LMHead(
@@ -108,7 +109,6 @@ def _compute(
         )  # fmt: skip
         check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
         check_token_values(inputs)
-        head.keeps_pairs = config.sparse_backward is not None and call.accumulate_into is not None
         every_row = _computes_every_row(call, hidden.device)
         tokens = plan(inputs, ids, config, dtype, has_teacher=teacher is not None)
         if every_row and inputs.completion_mask is not None:
@@ -130,10 +130,10 @@ def _loss_of_head(
 ) -> tuple[Tensor, ...]:
     """`loss_from_hidden`; the gradients are left in `head`."""
     config, shape, by_sequence = call.batch.config, call.completion_ids.shape, tokens.rules.whole_sequences
-    # The rows of given logits are all computed, whatever the mask: they decide no shape.
-    is_static = (isinstance(head, LMHead) and every_row) or is_capturing(call.completion_ids.device)
     mask = None
     if inputs.kept_ids is not None:
+        # The rows of given logits are all computed, whatever the mask: they decide no shape.
+        is_static = (isinstance(head, LMHead) and every_row) or is_capturing(call.completion_ids.device)
         mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, head.vocab_size, is_static=is_static)
     stats = Statistics.zeros(tokens.ids.numel(), tokens.ids.device, tokens.advantage.dtype)
     transform = LogitTransform(config.logit_scale, config.logit_softcap or 0.0)
@@ -166,9 +166,7 @@ def _loss_of_head(
     if isinstance(teacher, TopKHead) and teacher.mass is not None:
         counted = teacher.mass if tokens.scored is None else torch.where(tokens.scored, teacher.mass, 0.0)
         others.append(counted.sum()[None])
-    numbers = torch.empty(0, dtype=value.dtype, device=value.device)
-    if others:
-        numbers = torch.cat([x.to(value.dtype) for x in others])
+    numbers = torch.cat([x.to(value.dtype) for x in others]) if others else value.new_empty(0)
     # The record has copies of its own, and a caller may change what it gets.
     results = value, stats.logp.view(shape), stats.entropy.view(shape), found, numbers
     return results if divergence is None else (*results, divergence.view(shape).clone())
@@ -184,11 +182,6 @@ def _found_shape(batch: Batch, dtype: torch.dtype) -> tuple[int, ...]:
     """Of what metrics are computed from."""
     rules = rules_of(batch.tokens, batch.config, batch.shape, batch.has_teacher)
     return batch.found_shape if fused_objective(batch, rules, dtype) is None else batch.sums_shape
-
-
-def _stored(tokens: Sequence[Optional[Tensor]]) -> TokenInputs:
-    """Inputs that may be looked at and handed to kernels. Not in what autograd and torch.compile trace."""
-    return TokenInputs(*stored(*tokens))
 
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:
@@ -219,7 +212,7 @@ def _compute_from_logits(
     logits: Tensor, *, call: LossCall, inplace: bool
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     """Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied."""
-    inputs, kernels = _stored(call.batch.tokens), get_backend(call.batch.backend)
+    inputs, kernels = TokenInputs(*stored(*call.batch.tokens)), get_backend(call.batch.backend)
     flat = stored(logits.detach())[0].reshape(-1, logits.shape[-1])
     reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
     reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
@@ -340,7 +333,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (loss, what metrics are computed from, d loss / d logps, d loss / d entropy), all O(N) and in float32 or
     better."""
-    inputs, config, dtype = _stored(tokens), config_from_key(config_key), table_dtype(logps.dtype)
+    inputs, config, dtype = TokenInputs(*stored(*tokens)), config_from_key(config_key), table_dtype(logps.dtype)
     check_offsets(inputs.cu_seqlens, logps.numel())
     check_token_values(inputs)
     with torch.no_grad():

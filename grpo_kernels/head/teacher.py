@@ -20,7 +20,6 @@ teacher's vocabulary of its own, before the policy's: 2 NH'V, and never two chun
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +39,7 @@ from ..kernels.operations import (
     TeacherLogits,
     TeacherTransform,
 )
+from ..kernels.torch.teacher import slopes, sums
 from ..kernels.torch.transform import transformed
 from ..teacher import Teacher, TopKTeacher, is_whole
 from .k_ids import KIds, KIdSlopes
@@ -125,8 +125,8 @@ class TopKHead(KIds):
             if self.vocab_slice is not None:
                 self.vocab_slice.combine(rows, torch.zeros_like(self.ids[:, 0]), self.rest)
         log_p, _ = self._log_p(chunk, rows.take(self.ids))
-        outcomes = self._outcomes(chunk, log_p)
-        rows.put(self.divergence, _divergence(*outcomes, self.transform)[0].to(self.divergence.dtype))
+        divergence, _ = sums(*self._outcomes(chunk, log_p), self.transform)
+        rows.put(self.divergence, divergence.to(self.divergence.dtype))
 
     def _outcomes(self, chunk: LogitChunk, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the policy and the teacher between which the divergence is."""
@@ -146,7 +146,7 @@ class TopKHead(KIds):
         """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
         outcomes = self._outcomes(chunk, log_p)
         p = outcomes[0].exp()
-        _, dlogp_term = _divergence(*outcomes, self.transform)
+        dlogp_term = slopes(*outcomes, 0.0, self.transform)
         if self.mode == "truncate" and self.transform.divergence == "reverse_kl":
             dlogp_term = dlogp_term + p  # whose sum over all outcomes is 1 in the other modes
         mean = dlogp_term.sum(1)
@@ -234,31 +234,11 @@ class KeptTeacher(TeacherHead):
         )
 
 
-def _divergence(log_p: Tensor, log_q: Tensor, transform: TeacherTransform) -> tuple[Tensor, Tensor]:
-    """(D (C,), p dD/dp (C, outcomes)); "reverse_kl": without the p of its derivative."""
-    p, q, b = log_p.exp(), log_q.exp(), transform.divergence_beta
-    if transform.divergence == "reverse_kl":
-        dlogp_term = p * _ratio(log_p, log_q)
-        return dlogp_term.sum(1), dlogp_term
-    if transform.divergence == "forward_kl":
-        return (q * _ratio(log_q, log_p)).sum(1), -q
-    log_m = torch.logaddexp(log_p + math.log(1 - b), log_q + math.log(b))
-    dlogp_term = (1 - b) * p * _ratio(log_p, log_m)
-    return (b * q * _ratio(log_q, log_m)).sum(1) + dlogp_term.sum(1), dlogp_term
-
-
-def _ratio(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """log(a / b), 0 where a is 0."""
-    return torch.where(log_a == -torch.inf, 0.0, log_a - log_b)
-
-
 def new_teacher(
-    teacher: Teacher | TopKTeacher | None, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None,
+    teacher: Teacher | TopKTeacher, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None,
     count: int, dtype: torch.dtype, vocab_size: int, vocab_slice: VocabSlice | None,
-) -> TeacherHead | TopKHead | None:  # fmt: skip
+) -> TeacherHead | TopKHead:  # fmt: skip
     """What the engine keeps of a teacher, for so many tokens with values in `dtype`."""
-    if teacher is None:
-        return None
     if is_whole(teacher):
         return TeacherHead(teacher, config, backend, compute_dtype, count, dtype, vocab_slice)
     device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device

@@ -280,8 +280,6 @@ class Backend:
         writes d loss / d logp of these rows' tokens; with rows=None of all tokens, and returns the sums of
         objective.metrics.Sums in one row. Of losses that objective_rules.has_kernel names; float32.
     scale(x, factor): x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once.
-    add_rows(target (V, H), ids (C,), scale (C,), rows (C, H)): target[ids] += scale * rows, one sum in float32 per id.
-        On a CPU only: products of a GPU need no correction.
     """
 
     name: str
@@ -294,7 +292,6 @@ class Backend:
     kept_dhidden: Callable[..., None]
     kept_dweight: Callable[..., None]
     scale: Callable[[Tensor, Tensor], None]
-    add_rows: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     exponentials: Callable[..., Tensor] | None = None
     fused_exponentials: Callable[..., tuple[Statistics, Tensor]] | None = None
     fused_logp: Callable[..., Statistics] | None = None

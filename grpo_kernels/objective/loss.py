@@ -29,13 +29,17 @@ class Objective(NamedTuple):
     value: Tensor  # of the loss, before the token's weight
     kl: Tensor | None  # the estimate before its weight, bias correction included
     dlogp: Tensor  # d loss / d logp
-    counted: Tensor  # whose value has a weight
+    left_out: Tensor  # whose value has no weight
 
 
 def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
     """Evaluates the loss of these tokens, whole sequences where rules.whole_sequences says so. logp, entropy (N,)."""
     c, rules, A = tokens.config, tokens.rules, tokens.advantage
-    log_ratio, scale, slope = _own_log_ratio(tokens, logp), tokens.surrogate_scale, None
+    old = logp if tokens.old is None else tokens.old
+    if tokens.old is not None and SURROGATE_RULES[c.surrogate].divides_by_rollout:
+        old = torch.where(old == torch.inf, logp, old)
+    # Of each token alone at first; NaN where logp is, and where it has no ratio: -inf to itself.
+    log_ratio, scale, slope = logp - old, tokens.surrogate_scale, None
     if rules.whole_sequences:
         log_ratio, scale, slope = _of_sequences(tokens, log_ratio, logp)
     ratio = clamp_ratio(c, log_ratio)
@@ -60,19 +64,19 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
         if c.beta != 0.0:
             value = value + c.beta * kl
             d_direct = c.beta * d_kl if d_direct is None else d_direct + c.beta * d_kl
-    dlogp, counted = None, tokens.dloss_direct.bool()
+    dlogp, left_out = None, tokens.dloss_direct.logical_not()
     if d_ratio is not None:
         if slope is not None and shares_ratio(c.importance_sampling_level):
-            total = tokens.sequences.sum(weighted(tokens.dloss_direct, d_ratio, counted))
+            total = tokens.sequences.sum(weighted(tokens.dloss_direct, d_ratio, left_out))
             dlogp = slope * tokens.sequences.to_tokens(total)
         else:
             same = tokens.dloss_via_ratio is tokens.dloss_direct
-            dlogp = weighted(tokens.dloss_via_ratio, d_ratio, counted if same else None)
+            dlogp = weighted(tokens.dloss_via_ratio, d_ratio, left_out if same else None)
     if d_direct is not None:
-        direct = weighted(tokens.dloss_direct, d_direct, counted)
+        direct = weighted(tokens.dloss_direct, d_direct, left_out)
         dlogp = direct if dlogp is None else dlogp + direct
     assert dlogp is not None
-    return Objective(log_ratio, value, kl, dlogp, counted)
+    return Objective(log_ratio, value, kl, dlogp, left_out)
 
 
 def clamp_ratio(c: Any, log_ratio: Tensor) -> Ratio:
@@ -85,18 +89,9 @@ def clamp_ratio(c: Any, log_ratio: Tensor) -> Ratio:
     return Ratio(log_ratio, log_ratio.clamp(None if bound is None else -bound, high).exp(), clamped)
 
 
-def weighted(weight: Tensor, slope: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Returns slope times a weight; 0 where that is 0, whatever the slope is. counted: weight != 0, where known."""
-    return torch.where(weight.bool() if counted is None else counted, weight * slope, 0.0)
-
-
-def _own_log_ratio(tokens: Tokens, logp: Tensor) -> Tensor:
-    """(N,) the raw log-ratio of the token alone; NaN where logp is, and where it has no ratio: -inf to itself."""
-    if tokens.old is None:
-        return logp - logp
-    if SURROGATE_RULES[tokens.config.surrogate].divides_by_rollout:
-        return logp - torch.where(tokens.old == torch.inf, logp, tokens.old)
-    return logp - tokens.old
+def weighted(weight: Tensor, slope: Tensor, left_out: Tensor | None = None) -> Tensor:
+    """Returns slope times a weight; 0 where that is 0, whatever the slope is. left_out: weight == 0, where known."""
+    return (weight * slope).masked_fill_(weight.logical_not() if left_out is None else left_out, 0.0)
 
 
 def _of_sequences(tokens: Tokens, own: Tensor, logp: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -187,10 +182,10 @@ class GRPOLoss:
             rows = self.tokens.sequences.count + self.groups[1] + 1
             return self._sums[(rows - 1) * ((self._sums.numel() - 3) // rows)].clone(), self._sums
         assert self._whole is not None
-        tokens, (log_ratio, value, kl, dlogp, counted) = self.tokens, self._whole
+        tokens, (log_ratio, value, kl, dlogp, left_out) = self.tokens, self._whole
         if self.divergence is not None:
             value = value + tokens.config.distill_coef * self.divergence
-        share = weighted(tokens.dloss_direct, value, counted)
+        share = weighted(tokens.dloss_direct, value, left_out)
         if tokens.rules.has_entropy:
             share = share + weighted(self.dentropy, self.entropy)
         known = {

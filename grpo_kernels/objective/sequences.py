@@ -47,9 +47,8 @@ class Sequences:
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Gives every token the number of its sequence: (S,) to (N,), contiguous."""
-        if self.row_length is None:
-            return x.repeat_interleave(self.offsets.diff(), output_size=self.num_tokens)
-        return x[:, None].expand(-1, self.row_length).reshape(-1).contiguous()  # of one sequence it is a view
+        lengths = self.offsets.diff() if self.row_length is None else self.row_length
+        return x.repeat_interleave(lengths, output_size=self.num_tokens)
 
     def part(self, chosen: slice) -> Sequences:
         """Returns neighbours of a padded batch by themselves."""

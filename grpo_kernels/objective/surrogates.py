@@ -53,7 +53,7 @@ def clip(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
         bound = torch.where(A < 0, c.dual_clip * minus_A, torch.inf)
         still = still | (value > bound)
         value = torch.minimum(value, bound)
-    return Term(value, torch.where(still, 0.0, slope))
+    return Term(value, slope.masked_fill_(still, 0.0))
 
 
 def _weighted_logp(weight: Tensor | None, logp: Tensor, A: Tensor, drop: Tensor | None = None) -> Term:

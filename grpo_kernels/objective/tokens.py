@@ -163,11 +163,11 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         via_ratio = without_padding(sequences.to_tokens(total))
     active = mask
     if not rules.all_have_gradient:
-        active = torch.ones_like(advantage, dtype=torch.bool) if config.pushes_without_advantage else advantage.bool()
-        if scale is not None:
-            active = active & scale.bool()
-        if mask is not None:
-            active = active & mask
+        # The squared log-ratio of DPPO and IPO has a gradient where the advantage is 0 too.
+        active = torch.ones_like(advantage, dtype=torch.bool) if config.dppo_kl_tau else advantage
+        for factor in (scale, mask):
+            active = active if factor is None else active.logical_and(factor)
+        active = active.bool()
         if rules.whole_sequences or shares_ratio(level):
             active = sequences.to_tokens(sequences.sum(active.to(dtype)) > 0)
             active = active if mask is None else active & mask

@@ -34,11 +34,12 @@ class CpuKernels:
         self.module = module
 
     def statistics(self, chunk: LogitChunk) -> None:
-        self.module.stats(*row_arguments(chunk), *_teacher(chunk.teacher), torch.get_num_threads())
+        teacher = _NO_TEACHER if chunk.teacher is None else _teacher(chunk.teacher)
+        self.module.stats(*row_arguments(chunk), *teacher, torch.get_num_threads())
 
     def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
-        rows = row_arguments(chunk, dlogp, dentropy, out)
-        self.module.gradient(*rows, *_teacher(chunk.teacher), torch.get_num_threads())
+        teacher = _NO_TEACHER if chunk.teacher is None else _teacher(chunk.teacher)
+        self.module.gradient(*row_arguments(chunk, dlogp, dentropy, out), *teacher, torch.get_num_threads())
 
     def sparse_gradient(
         self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: SparseRule, out: SparseRows
@@ -66,15 +67,12 @@ class CpuKernels:
             torch.get_num_threads(),
         )  # fmt: skip
 
-    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device)  # whatever the default device is
-        self.kept_dweight(scale, rows, KeptPairs(ids.to(torch.int32), tokens), target, add=True)
+
+_NO_TEACHER = None, 0, 0, None, 0, 0.0, 1.0, 0.0, None, None, None, None
 
 
-def _teacher(teacher: TeacherLogits | None) -> tuple[object, ...]:
+def _teacher(teacher: TeacherLogits) -> tuple[object, ...]:
     """Returns the fields of gk::TeacherArgs."""
-    if teacher is None:
-        return None, 0, 0, None, 0, 0.0, 1.0, 0.0, None, None, None, None
     kind, *numbers = teacher.transform
     return (
         *matrix(teacher.logits), teacher.bias, DIVERGENCES.index(kind), *numbers, teacher.weight, teacher.divergence,
@@ -107,7 +105,6 @@ def load() -> tuple[Backend | None, str]:
         kept_logits=kernels.kept_logits,
         kept_dhidden=kernels.kept_dhidden,
         kept_dweight=kernels.kept_dweight,
-        add_rows=kernels.add_rows,
     )
     return table, ""
 

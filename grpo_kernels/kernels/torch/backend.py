@@ -16,7 +16,6 @@ TORCH = Backend(
     kept_dhidden=kept.kept_dhidden,
     kept_dweight=kept.kept_dweight,
     scale=rows.scale,
-    add_rows=rows.add_rows,
 )
 
 

@@ -36,7 +36,7 @@ def divergence(chunk: LogitChunk) -> Tensor:
         temperature = rows.take(chunk.temperature)
         log_p, _ = _log_p(chunk._replace(logits=chunk.logits[own]), temperature, rows.take(chunk.stats.lse))
         z, _ = transformed(teacher.logits[own], teacher.bias, temperature, teacher.transform)
-        parts.append(torch.stack(sums(log_p, minus_lse(z, rows.take(teacher.lse)), teacher)))
+        parts.append(torch.stack(sums(log_p, minus_lse(z, rows.take(teacher.lse)), teacher.transform)))
     return torch.cat(parts, 1)
 
 
@@ -87,12 +87,6 @@ def scale(x: Tensor, factor: Tensor) -> None:
     # On a GPU torch rounds a factor to the 16 bits of x before it multiplies: 65,536 becomes infinite.
     for piece in x.view(-1).split(SCALED_AT_ONCE):
         piece.copy_(piece.float().mul_(factor))
-
-
-def add_rows(target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-    found, place = ids.unique(return_inverse=True)
-    sums = target[found].to(scale.dtype).index_add_(0, place, scale[:, None] * rows)
-    target[found] = sums.to(target.dtype)
 
 
 def _row_statistics(z: Tensor, ids: Tensor) -> Statistics:

@@ -1,4 +1,5 @@
-"""The divergence to a teacher's distribution and its gradient, in plain torch.
+"""The divergence to a teacher's distribution and its gradient, in plain torch: over the vocabulary, or over K outcomes
+of a token (head/teacher.py).
 
 reverse_kl  D = sum p (log p - log q)                dD/dz = p (log p - log q - D)
 forward_kl  D = sum q (log q - log p)                dD/dz = p - q
@@ -20,14 +21,14 @@ def put_divergence(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperatur
     """Writes the divergence, its offset and the teacher's log-sum-exp of a chunk's tokens. log_p (C, V)."""
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
     lse = z.double().logsumexp(-1)
-    for kept, x in zip((teacher.divergence, teacher.offset), sums(log_p, minus_lse(z, lse), teacher), strict=True):
+    found = sums(log_p, minus_lse(z, lse), teacher.transform)
+    for kept, x in zip((teacher.divergence, teacher.offset), found, strict=True):
         rows.put(kept, x.to(kept.dtype))
     rows.put(teacher.lse, lse)
 
 
-def sums(log_p: Tensor, log_q: Tensor, teacher: TeacherLogits) -> tuple[Tensor, Tensor]:
+def sums(log_p: Tensor, log_q: Tensor, params: TeacherTransform) -> tuple[Tensor, Tensor]:
     """Returns the divergence and its offset, (C,) each, of log-probabilities (C, V) or of a slice of them."""
-    params = teacher.transform
     if params.divergence == "reverse_kl":
         return (divergence := _kl(log_p, log_q)), divergence
     if params.divergence == "forward_kl":
@@ -41,15 +42,21 @@ def divergence_gradient(rows: Rows, teacher: TeacherLogits, log_p: Tensor, tempe
     """(C, V): weight times dD / dz, 0 where the weight is. log_p (C, V)."""
     weight, offset, lse = (rows.take(x)[:, None] for x in (teacher.weight, teacher.offset, teacher.lse))
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
-    log_q, p, params = minus_lse(z, lse.squeeze(1)), log_p.exp(), teacher.transform
-    if params.divergence == "forward_kl":
-        slope = p - log_q.exp()
-    else:
-        is_jsd = params.divergence == "jsd"
-        other = _log_mixture(log_p, log_q, params) if is_jsd else log_q
-        slope = p * (_difference(log_p, other) - offset) * (1 - params.divergence_beta if is_jsd else 1.0)
-        slope.masked_fill_(p == 0, 0.0)
+    log_q, params = minus_lse(z, lse.squeeze(1)), teacher.transform
+    slope = slopes(log_p, log_q, 1.0 if params.divergence == "forward_kl" else offset, params)
     return torch.where(weight != 0, weight * slope, 0.0).to(log_p.dtype)
+
+
+def slopes(log_p: Tensor, log_q: Tensor, offset: Tensor | float, params: TeacherTransform) -> Tensor:
+    """Returns (C, V): with the offset of `sums` (forward_kl: 1) dD/dz over a whole distribution; with an offset of 0
+    p dD/dp, of reverse_kl without the p that comes from p log p."""
+    p = log_p.exp()
+    if params.divergence == "forward_kl":
+        return p * offset - log_q.exp()
+    is_jsd = params.divergence == "jsd"
+    other = _log_mixture(log_p, log_q, params) if is_jsd else log_q
+    slope = p * (_difference(log_p, other) - offset) * (1 - params.divergence_beta if is_jsd else 1.0)
+    return slope.masked_fill_(p == 0, 0.0)
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
