@@ -13,7 +13,7 @@ from huggingface_hub import errors
 from tokenizers import processors
 
 from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels.trainer.data import Columns, Prompt, check_source, load_prompts, take
+from grpo_kernels.trainer.data import Prompt, check_source, load_prompts, take
 from grpo_kernels.trainer.rewards import Rewards
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -73,19 +73,19 @@ def test_every_kind_of_source_gives_the_same_prompts(suffix, tmp_path, words):
     elif suffix == "saved":
         datasets.DatasetDict({"train": made}).save_to_disk(path)
         made.save_to_disk(path / "alone")
-        assert len(load_prompts(str(path / "alone"), tokenizer=words, columns=Columns("question"))) == 2
+        assert len(load_prompts(str(path / "alone"), tokenizer=words, prompt_column="question")) == 2
     elif suffix in (".csv", ".parquet"):
         getattr(made, f"to_{suffix[1:]}")(path)
-    found = load_prompts(source, tokenizer=words, columns=Columns("question", "gold"))
+    found = load_prompts(source, tokenizer=words, prompt_column="question", answer_column="gold")
     assert [(p.prompt, p.columns) for p in found] == [("1+2=", {"answer": "3"}), ("2+\n2=", {"answer": "4, or 5"})]
 
 
 def test_a_system_prompt_is_the_first_message(with_bos):
     rows = [{"prompt": "2"}, {"prompt": [{"role": "user", "content": "2"}]}]
-    found = load_prompts(rows, tokenizer=with_bos, columns=Columns(system="1"))
+    found = load_prompts(rows, tokenizer=with_bos, system_prompt="1")
     assert [p.prompt for p in found] == [CHAT, CHAT] and found[0].ids == found[1].ids
     with pytest.raises(ValueError, match="row 0: the prompt begins with a message of the system; expected no system_p"):
-        load_prompts([{"prompt": CHAT}], tokenizer=with_bos, columns=Columns(system="1"))
+        load_prompts([{"prompt": CHAT}], tokenizer=with_bos, system_prompt="1")
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_bad_files_are_one_sentence(name, content, message, tmp_path, words):
         load_prompts(str(tmp_path / name), tokenizer=words, config="main")
 
 
-GOLD = {"columns": Columns("prompt", "gold")}
+GOLD = {"answer_column": "gold"}
 
 
 @pytest.mark.parametrize(("source", "options", "message"), [

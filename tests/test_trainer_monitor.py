@@ -36,7 +36,7 @@ def test_an_episode_ends_and_may_begin_again_and_may_become_critical():
         records = log(200, every=1000)
         for record in records[1:]:
             record["log_ratio_first_max"] = ratio_at(record["step"])
-        return records, [(e.first, e.last, e.alarm.kind, e.alarm.severity) for e in Monitor(records).episodes]
+        return records, [(a.first, a.last, a.kind, a.severity) for a in Monitor(records).alarms]
 
     _, twice = found(lambda step: 0.2 if step % 2 == 0 and (40 <= step < 60 or 120 <= step < 140) else 0.0)
     assert twice == [(40, 68, "first_ratio", "warning"), (120, 148, "first_ratio", "warning")]

@@ -57,15 +57,15 @@ def test_a_finished_run(tmp_path):
 def test_each_failure_is_said_with_its_threshold_and_what_to_do(kind, tmp_path):
     records = failing(kind)
     data = collect(write_run(tmp_path, records, []))
-    shown, found = data["episodes"], Monitor(records).episodes
-    assert [(e["kind"], e["first"], e["last"]) for e in shown] == [(e.alarm.kind, e.first, e.last) for e in found]
-    assert f"{shown[0]['seen']} {shown[0]['advice']}" == found[0].alarm.message
+    shown, found = data["episodes"], Monitor(records).alarms
+    assert [(e["kind"], e["first"], e["last"]) for e in shown] == [(e.kind, e.first, e.last) for e in found]
+    assert f"{shown[0]['seen']} {shown[0]['advice']}" == found[0].message
     state = {check["title"]: check["state"] for check in data["checks"]}[RULES[kind].title]
     assert state == ("past" if shown[-1]["last"] is not None else shown[-1]["severity"])
     # A run that resumes goes on with the alarms of its log.
     resumed = RunLog(tmp_path, SimpleNamespace(is_main_process=True), TrainArguments())
     resumed.start(200, {"log.jsonl": (tmp_path / "log.jsonl").stat().st_size})
-    assert resumed.monitor.episodes == found
+    assert resumed.monitor.alarms == found
 
 
 # --- runs that go on, broken and empty ones ---------------------------------------------------------------------------

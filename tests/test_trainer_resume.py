@@ -27,11 +27,10 @@ import training
 from safetensors.torch import load_file, save_file
 from training import run, same_weights, steps
 
-from grpo_kernels.trainer import RunError, files
+from grpo_kernels.trainer import RunError, files, sampling
 from grpo_kernels.trainer.checkpoint import find_checkpoint
 from grpo_kernels.trainer.loop import Trainer
 from grpo_kernels.trainer.ranks import Interrupted, Ranks, Signals
-from grpo_kernels.trainer.sampling import _Draw
 
 # Rollouts of two steps, used twice, over 6 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,
 # between their two uses, and epochs end inside of rollouts. The reference policy moves, beta and the rate change.
@@ -115,16 +114,16 @@ def test_a_killed_run_goes_on_to_the_same_bits(model, data, tmp_path):
 def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when, model, data, whole, tmp_path,
                                                              monkeypatch):  # fmt: skip
     options = SIX_STEPS | {"save_steps": 0}
-    owner, method, call = (Trainer, "_clip", 2) if when == "update" else (_Draw, "__call__", 3)
+    owner, method, call = (Trainer, "_clip", 2) if when == "update" else (sampling, "draw", 3)
     original, calls = getattr(owner, method), []
 
-    def interrupted(self, *given):
+    def interrupted(*given):
         calls.append(1)
         if len(calls) == call:
             os.kill(os.getpid(), number)
             time.sleep(0.01)
             assert when == "update", "sampling goes on"
-        return original(self, *given)
+        return original(*given)
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, method, interrupted)

@@ -1,7 +1,7 @@
 """`grpo-kernels train`: a complete GRPO run: data -> rollout -> rewards -> advantages -> loss -> step -> log.
 
-To understand a run read run.py, loop.py, rollout.py, batch.py and checkpoint.py; ARCHITECTURE.md says what stands in
-the other files. `from grpo_kernels.trainer import train, TrainArguments` is a run from Python.
+To understand a run read run.py, loop.py, rollout.py, batch.py and checkpoint.py; README.md beside this file says what
+stands in the others. `from grpo_kernels.trainer import train, TrainArguments` is a run from Python.
 """
 
 from importlib import import_module
@@ -11,6 +11,11 @@ from typing import Any
 
 class RunError(ValueError):
     """Ends a run with its message alone: what is wrong is not in this code, or is said in full."""
+
+
+def reason_of(error: BaseException) -> str:
+    """An error of somebody else's code as a part of a sentence: its type, and its text in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 # Modules, and the packages that they are in.

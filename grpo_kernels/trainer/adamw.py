@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,11 +22,8 @@ class MasterAdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """closure: None, as everybody calls it here."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p) for p in trained]
@@ -40,7 +37,6 @@ class MasterAdamW(torch.optim.AdamW):
             for p, master in zip(trained, masters, strict=True):
                 if p is not master:
                     p.copy_(master)
-        return loss
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
@@ -48,8 +44,7 @@ class MasterAdamW(torch.optim.AdamW):
             master = p.detach()
             if is_low(p):
                 master = state["master"] = master.float()
-            state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(master)}
-            state["exp_avg_sq"] = torch.zeros_like(master)
+            state |= {"step": torch.tensor(0.0)} | {x: torch.zeros_like(master) for x in ("exp_avg", "exp_avg_sq")}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -24,6 +24,7 @@ from ..names import ADVANTAGE_SCALES
 from ..teacher import TopKMode
 from . import demo, missing_packages
 from .data import check_source, is_one_split
+from .records import plain
 from .tasks import ARITHMETIC
 
 # Types of options say what is expected of their values, where the loss does not check it.
@@ -75,19 +76,28 @@ def _option(default: Any, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": text})
 
 
-def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a value has the type of a field. Numbers of numpy are numbers; a bool is none."""
-    kind, parts = get_origin(hint), get_args(hint)
-    if kind is list:
-        return isinstance(value, (list, tuple)) and all(_is_a(one, parts[0]) for one in value)
-    if kind is dict:
-        return isinstance(value, dict)
-    if parts:
-        return any(_is_a(value, part) for part in parts)
-    if isinstance(value, bool):
-        return hint is bool
-    kinds: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, str: (str, Path)}
-    return isinstance(value, kinds.get(hint, hint))
+class Kind(NamedTuple):
+    """The values of an option: their type, what is expected of them (a key of RANGES, or the choices), whether it takes
+    several, and whether None."""
+
+    type: Any
+    expected: Any
+    several: bool
+    optional: bool
+
+
+ACCEPTED: dict[Any, Any] = {  # numbers of numpy are numbers
+    bool: bool, int: numbers.Integral, float: numbers.Real, str: (str, Path), Json: dict,
+}  # fmt: skip
+
+
+def _kind_of(hint: Any) -> Kind:
+    optional = NoneType in get_args(hint)
+    hint = get_args(hint)[0] if optional else hint
+    several = get_origin(hint) is list
+    hint = get_args(hint)[0] if several else hint
+    kind, expected = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
+    return Kind(kind, expected, several, optional)
 
 
 @dataclass
@@ -252,22 +262,22 @@ class TrainArguments:
 
     def check_values(self) -> None:
         """Raise TypeError or ValueError for an option of another type or out of range, by its name."""
-        plain = get_type_hints(type(self))
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
-            if not _is_a(value, plain[name]):
-                kind = plain[name].__name__ if isinstance(plain[name], type) else plain[name]
-                raise TypeError(f"{name}={value!r:.60} is a {type(value).__name__}; expected {kind}")
+        for name, kind in KINDS.items():
+            if (value := getattr(self, name)) is None and kind.optional:
+                continue
+            values = value if kind.several else [value]
+            if not isinstance(values, (list, tuple)) or not all(
+                isinstance(one, ACCEPTED[kind.type]) and isinstance(one, bool) == (kind.type is bool) for one in values
+            ):
+                expected = f"list[{kind.type.__name__}]" if kind.several else kind.type.__name__
+                raise TypeError(f"{name}={value!r:.60} is a {type(value).__name__}; expected {expected}")
             if value == "":  # of an unset variable: it would be taken for an option that was left out
                 raise ValueError(f"{name} is empty; expected a value, or the option left out")
-            for part in (hint, *get_args(hint)):  # Count, that of Count | None, or that of list[Tracker]
-                expected = part.__metadata__[0] if get_origin(part) is Annotated else None
-                if expected in RANGES and value is not None and not RANGES[expected](value):
-                    raise ValueError(f"{name}={value}; expected {expected}")
-                if isinstance(expected, tuple) and value is not None:
-                    for one in value if isinstance(value, list) else [value]:
-                        if one not in expected:
-                            raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
+            for one in values:
+                if isinstance(kind.expected, tuple) and one not in kind.expected:
+                    raise ValueError(f"{name}={one!r}; expected one of {', '.join(kind.expected)}")
+                if kind.expected in RANGES and not RANGES[kind.expected](one):
+                    raise ValueError(f"{name}={one}; expected {kind.expected}")
 
     def check(self, num_processes: int) -> None:
         """Raise TypeError or ValueError for options that `check_values` refuses, contradict each other or have no
@@ -352,11 +362,14 @@ class TrainArguments:
                 yield a.is_given(name) and not present, f"{name}={value!r} has no effect without {needed}; leave it out"
 
 
+KINDS = {name: _kind_of(hint) for name, hint in get_type_hints(TrainArguments, include_extras=True).items()}
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 DESCRIPTIONS = {
-    "train": "A GRPO run on a model of transformers. Where TRL's GRPOConfig has an option of that meaning, the name is "
-    "the same. Without --model-name-or-path and --dataset-name the run is the generated arithmetic task.",
+    "train": "A GRPO run on a model of transformers; without --model-name-or-path and --dataset-name on the generated "
+    "arithmetic task. Where TRL's GRPOConfig has an option of that meaning, the name is the same.",
     "demo": "A small language model learns two-digit addition, offline: the default run of grpo-kernels train, into "
     "grpo-demo. With --model smollm2 a chat model learns to answer questions. Takes the options of train.",
 }
@@ -383,30 +396,30 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line has the last word")
     if command == "demo":
         demo.add_options(parser.add_argument_group("demo"))
-    hints, group = get_type_hints(TrainArguments, include_extras=True), parser.add_argument_group("options")
+    group = parser.add_argument_group("options")
     for field in dataclasses.fields(TrainArguments):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
-        _add_option(group, field, hints[field.name], DEMO.get(field.name) if command == "demo" else None)
+        default = field.default
+        if command == "demo":
+            default = DEMO.get(field.name, default)
+        text = field.metadata["help"]
+        if isinstance(default, (str, int, float)) and not isinstance(default, bool):
+            text += f" (default: {default!r})" if default == "\n" else f" (default: {default})"
+        add_option(group, field.name, text)
     return parser
 
 
-def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any, of_command: Any) -> None:
-    """The type of the field says how an option is read, and what is shown of its values. of_command: its default."""
-    hint = next((part for part in get_args(hint) if NoneType in get_args(hint) and part is not NoneType), hint)
-    several = get_origin(hint) is list
-    hint = get_args(hint)[0] if several else hint
-    kind, choices = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
-    name, text, default = f"--{field.name.replace('_', '-')}", field.metadata["help"], of_command or field.default
-    if kind is bool:
+def add_option(group: Any, field: str, text: str) -> None:
+    """Add the option of a field of `TrainArguments`, whose type says how it is read and what is shown of its values."""
+    kind, name = KINDS[field], f"--{field.replace('_', '-')}"
+    if kind.type is bool:
         group.add_argument(name, type=boolean, nargs="?", const=True, metavar="true", help=text)
         return
-    if isinstance(default, (str, int, float)):
-        text += f" (default: {default!r})" if default == "\n" else f" (default: {default})"
-    shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}.get(kind)
+    choices = f"{{{','.join(kind.expected)}}}" if isinstance(kind.expected, tuple) else ""
     group.add_argument(
-        name, type=json_object if kind == Json else kind, nargs="+" if several else None, metavar=shown or "JSON",
-        help=text,
+        name, type=json_object if kind.type == Json else kind.type, nargs="+" if kind.several else None, help=text,
+        metavar=choices or {str: "X", int: "N", float: "R"}.get(kind.type, "JSON"),
     )  # fmt: skip
 
 
@@ -422,14 +435,12 @@ def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:
     """The options from a command line, on top of those of the YAML file that --config names. command: whose usage
     --help and errors show. Ends the process, as argparse does, for an unknown option and a value of another type."""
     parser = make_parser(command)
-    words = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in argv]
-    path = getattr(parser.parse_known_args(words)[0], "config", None)
-    found, rest = parser.parse_known_args([*(() if path is None else _from_yaml(path)), *words])
+    own = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in argv]
+    path = getattr(parser.parse_known_args(own)[0], "config", None)
+    found, rest = parser.parse_known_args([*(() if path is None else _from_yaml(path)), *own])
     if rest:
-        parser.error(
-            "unrecognized arguments: "
-            + " ".join(f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest)
-        )
+        words = [f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest]
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
     given = {name: value for name, value in vars(found).items() if name in TrainArguments.__dataclass_fields__}
     arithmetic = not {"model_name_or_path", "dataset_name"} & given.keys()
     return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | given)
@@ -451,5 +462,4 @@ def _from_yaml(path: str) -> list[str]:
 
 def to_json(arguments: TrainArguments, num_processes: int) -> dict[str, Any]:
     """What config.json holds."""
-    found = dataclasses.asdict(arguments) | {"processes": num_processes}
-    return json.loads(json.dumps(found, default=str))
+    return plain(dataclasses.asdict(arguments) | {"processes": num_processes})

@@ -52,15 +52,9 @@ def tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
 
 
 def start_model(
-    folder: str | Path,
-    *,
-    seed: int,
-    vocab_size: int = 2048,
-    hidden_size: int = 128,
-    num_layers: int = 2,
-    max_steps: int = WARMUP_STEPS,
-    quiet: bool = False,
-) -> None:
+    folder: str | Path, *, seed: int, vocab_size: int = 2048, hidden_size: int = 128, num_layers: int = 2,
+    max_steps: int = WARMUP_STEPS, quiet: bool = False,
+) -> None:  # fmt: skip
     """Make a model and its tokenizer, warm the model up, and save both into `folder`.
 
     The folder appears when it is complete. The same seed gives the same bits (on one machine, with the same number of

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from . import RunError
+from . import RunError, reason_of
 from .arguments import TrainArguments, to_json
 from .data import Prompt, fingerprint
 from .files import CHECKSUMS, remove, sha256
+from .ranks import whole
 from .rollout import Completion
 from .tasks import ARITHMETIC
 
@@ -61,9 +61,6 @@ class Progress:
     rollout: list[Completion] = field(default_factory=list)
 
 
-# --- the output folder ------------------------------------------------------------------------------------------------
-
-
 def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | None:
     """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
     requested, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
@@ -83,9 +80,6 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
     if requested is not None and written and checkpoint is None:
         print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
     return checkpoint
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -130,14 +124,10 @@ def _problem(folder: Path) -> str | None:
         return "it holds no checksums.json: it was not written by grpo-kernels train"
     try:
         sums = json.loads((folder / CHECKSUMS).read_text())
-        wrong = [name for name, expected in sums.items() if sha256(folder / name) != expected]
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    if wrong:
-        return f"{', '.join(wrong)} is damaged: its checksum differs"
-    if missing := {RUN, STATE} - sums.keys():
-        return f"it lacks {', '.join(sorted(missing))}"
-    try:
+        if wrong := [name for name, expected in sums.items() if sha256(folder / name) != expected]:
+            return f"{', '.join(wrong)} is damaged: its checksum differs"
+        if missing := {RUN, STATE} - sums.keys():
+            return f"it lacks {', '.join(sorted(missing))}"
         state, _ = read_checkpoint(folder, mmap=True)
         held = state["reference"] or {}, *(state["optimizer"] or {"state": {}})["state"].values()
         files = ((path.name, load_file(path)) for path in sorted(folder.glob("*.safetensors")))
@@ -147,15 +137,14 @@ def _problem(folder: Path) -> str | None:
     except RunError as error:
         return str(error)
     except Exception as error:  # of many types: these are data, which may hold anything
-        return f"{type(error).__name__}: {error}"
+        return reason_of(error)
     return None
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
     """The Euclidean norm of all floating-point tensors: NaN or infinite where one of their numbers is, or is far beyond
     what a model computes with (1e19). Of tensors that FSDP2 shards it is a collective operation."""
-    total = get_total_norm([x for x in tensors if x.is_floating_point() and x.numel()])
-    return float(total.full_tensor() if isinstance(total, DTensor) else total)
+    return float(whole(get_total_norm([x for x in tensors if x.is_floating_point() and x.numel()])))
 
 
 def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any], Progress]:
@@ -172,8 +161,8 @@ def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any]
         if (state["optimizer"] is None) != (progress.step == 0):
             raise ValueError("its optimizer is that of another step")
     except Exception as error:  # of many types: these are data, which may hold anything
-        reason = str(error).partition("\n")[0]
-        raise RunError(f"{STATE} is not as a run writes it: {type(error).__name__}: {reason}") from None
+        reason = reason_of(error)[:300]  # torch's may be a page
+        raise RunError(f"{STATE} is not as a run writes it: {reason}") from None
     return state, progress
 
 

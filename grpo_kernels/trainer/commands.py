@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list
-
 from . import RunError, evaluate
 from . import demo as demonstration
 from .arguments import DEMO, TrainArguments, make_parser, parse
 from .loop import Trainer
 from .memory import peak, restart_peak
-from .ranks import on_cpu
+from .ranks import Ranks
 from .records import counted
 from .run import MIB, Run, advice_on_memory
 from .tasks import ARITHMETIC_MODEL
@@ -72,17 +69,13 @@ def demo(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demo": demo, "train": train, "evaluate": evaluate.run}
 
 
-# --- train --dry-run --------------------------------------------------------------------------------------------------
-
-
 def dry_run(arguments: TrainArguments) -> int:
     """Set up, make one optimizer step, say what it took, and leave nothing behind. Bad input raises ValueError."""
-    PartialState(cpu=on_cpu(arguments.use_cpu))
+    ranks = Ranks(use_cpu=arguments.use_cpu)
     with tempfile.TemporaryDirectory() as folder:
-        (shared,) = broadcast_object_list([folder])  # that of the first process
+        output = str(Path(ranks.gather([folder])[0], "run"))
         run = Run(dataclasses.replace(
-            arguments, output_dir=str(Path(shared) / "run"), resume_from_checkpoint=None,
-            logging_steps=2,  # no line of the one step
+            arguments, output_dir=output, resume_from_checkpoint=None, logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
             with run.ranks.raise_on_all():
@@ -96,8 +89,7 @@ def dry_run(arguments: TrainArguments) -> int:
 
 def _one_step(run: Run) -> None:
     a, device, print = run.arguments, run.accelerator.device, run.accelerator.print
-    model, processes = a.model_name_or_path or ARITHMETIC_MODEL, run.ranks.count
-    print(f"model      {model}, {processes} {'process' if processes == 1 else 'processes'}, {device}")
+    print(f"model      {a.model_name_or_path or ARITHMETIC_MODEL}, {counted(run.ranks.count, 'process')}, {device}")
     print(f"data       {counted(len(run.prompts), 'prompt')}, {len(run.held_out):,} held out")
     print(f"rewards    {', '.join(run.rewards.names) if run.rewards else 'none'}")
     before = restart_peak(device)

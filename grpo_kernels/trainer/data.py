@@ -36,16 +36,6 @@ class Prompt(NamedTuple):
     columns: dict[str, Any]
 
 
-class Columns(NamedTuple):
-    """What a run makes of a row. prompt, answer: the columns with the prompt and with what rewards get as "answer";
-    None: rewards get the columns as they are. system: a text that each prompt begins with, as a message."""
-
-    prompt: str = "prompt"
-    answer: str | None = None
-    system: str | None = None
-
-
-AS_THEY_ARE = Columns()
 HUB_SECONDS = 10  # until a hub has to have answered
 MOST_LEVELS = 100  # of lists and objects in a column: what copies and hashes them goes down by recursion
 GIVEN_ROWS = ("the rows of train_dataset", "the rows of eval_dataset")  # as dataset_name and eval_dataset_name
@@ -57,40 +47,36 @@ def is_one_split(name: str | None) -> bool:
 
 
 def load_prompts(
-    source: str | Iterable[Mapping[str, Any]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    split: str = "train",
-    config: str | None = None,
-    context: float = math.inf,
-    columns: Columns = AS_THEY_ARE,
-) -> list[Prompt]:
+    source: str | Iterable[Mapping[str, Any]], *, tokenizer: PreTrainedTokenizerBase, split: str = "train",
+    config: str | None = None, context: float = math.inf, prompt_column: str = "prompt",
+    answer_column: str | None = None, system_prompt: str | None = None,
+) -> list[Prompt]:  # fmt: skip
     """The prompts of `source`, in its order.
 
-    source: the name of a generated task (tasks.py), with the splits "train" and "test"; a file *.jsonl, *.json (a list
-    of objects, or one a line), *.csv or *.parquet, which is one split, whatever `split` says; a folder of such files or
-    of `datasets`' save_to_disk, or a name on the hub, with its `config` and `split`; or the rows themselves. The prompt
-    of a row is text or messages. A column that some rows of a file lack is None there, as `datasets` has it.
-    context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
-    cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
+    source: the name of a generated task (tasks.py), with the splits "train" and "test"; a file, which is one split,
+    whatever `split` says; a folder or a name on the hub, with its `config` and `split`; or the rows themselves. A
+    column that some rows of a file lack is None there, as `datasets` has it. context: the most tokens that the model
+    leaves to a prompt. answer_column: what rewards get as "answer". system_prompt: begins each prompt, as a message.
+    Raises ValueError for a longer prompt, a source that cannot be read, an empty one, a row without a proper prompt,
+    and messages without a chat template.
     """
     where = f"data set {source!r}" if isinstance(source, str) else "the data"
     rows = _rows_of(_read_rows(source, split, config) if isinstance(source, str) else source, where)
     if not rows:
         raise ValueError(f"{where} (split {split!r}) is empty; expected at least one row")
-    for option, name in (("prompt_column", columns.prompt), ("answer_column", columns.answer)):
+    for option, name in (("prompt_column", prompt_column), ("answer_column", answer_column)):
         if name is not None and name not in rows[0]:
             found = ", ".join(map(repr, rows[0])) or "no columns"
             raise ValueError(f'{where} has no column "{name}"; found {found}: {option} names it')
-    if columns.answer not in (None, "answer") and "answer" in rows[0]:
-        raise ValueError(f"{where} has a column 'answer' beside answer_column={columns.answer}; rename or drop one")
-    prompts, ended = [], []
+    if answer_column not in (None, "answer") and "answer" in rows[0]:
+        raise ValueError(f"{where} has a column 'answer' beside answer_column={answer_column}; rename or drop one")
+    prompts, cut, ended = [], [], []
     for index, row in enumerate(rows):
-        others = {"answer" if name == columns.answer else name: x for name, x in row.items() if name != columns.prompt}
+        others = {"answer" if name == answer_column else name: x for name, x in row.items() if name != prompt_column}
         try:
             if deep := [name for name, value in row.items() if not is_flat(value)]:
                 raise ValueError(f"the column {deep[0]!r} is nested more than {MOST_LEVELS} levels deep")
-            prompt = _with_system(row[columns.prompt], columns.system)
+            prompt = _with_system(row[prompt_column], system_prompt)
             ids, appended = _encode(prompt, tokenizer)
             if not ids:
                 raise ValueError(f"the prompt {prompt!r:.80} has no tokens")
@@ -98,14 +84,14 @@ def load_prompts(
                 raise ValueError(f"the prompt has {len(ids)} tokens; the model leaves {context} to a prompt")
         except ValueError as error:
             raise ValueError(f"{where}, row {index}: {error}") from error
-        ended += [(index, True)] if appended else []
-        ended += [(index, False)] if ids[-1] == tokenizer.eos_token_id else []
+        cut += [index] * appended
+        ended += [index] * (ids[-1] == tokenizer.eos_token_id)
         prompts.append(Prompt(prompt, ids, others))
-    for by_tokenizer, sentence in (
-        (True, "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"),
-        (False, "after which no completion goes on: does the chat template heed add_generation_prompt?"),
+    for these, sentence in (
+        (cut, "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"),
+        (ended, "after which no completion goes on: does the chat template heed add_generation_prompt?"),
     ):
-        if these := [index for index, appended in ended if appended == by_tokenizer]:
+        if these:
             share = f"{len(these):,} of {len(rows):,} prompts (the first in row {these[0]})"
             print(f"{where}: {share} end with an end of sequence, {tokenizer.eos_token!r}, {sentence}", file=sys.stderr)
     return prompts
@@ -161,9 +147,6 @@ def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
     order = list(range(size))
     random.Random(f"{seed} {epoch}").shuffle(order)  # text as seed: each pair has a stream of its own
     return order
-
-
-# --- sources ----------------------------------------------------------------------------------------------------------
 
 
 def _read_rows(source: str, split: str, config: str | None) -> Iterable[Any]:
@@ -244,9 +227,7 @@ def _encode(prompt: Any, tokenizer: Any) -> tuple[list[int], bool]:
     if isinstance(prompt, str):
         return _encode_text(prompt, tokenizer)
     if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
-        raise ValueError(
-            f'the prompt is {prompt!r:.80}; expected a text or a list of messages {{"role": ..., "content": ...}}'
-        )
+        raise ValueError(f"the prompt is {prompt!r:.80}; expected a text or a list of messages with role and content")
     if tokenizer.chat_template is None:
         raise ValueError("the prompt is a list of messages, and the tokenizer has no chat template")
     continued = prompt[-1]["role"] == "assistant"  # a last message of the assistant goes on

@@ -1,12 +1,10 @@
 """The model's side of sampling: logits of the next tokens, token by token, and whether they can be had so.
 
 On a GPU a step of the plain loop is launches from Python, ten times the arithmetic of a small model; there it is a CUDA
-graph over a cache of fixed length. What transformers (5.23) has was tried and does not serve. `generate` with its
-StaticCache keeps all rows until the last has ended, runs a prompt for each of them, and returns log-probabilities as
-the logits of all tokens; static layers with a sliding window count on the host, which a graph does not repeat.
-Continuous batching does not return the ids that truncated sampling kept, it runs the model in a thread, where neither
-an interrupt nor FSDP2's hooks reach it, and unless they are set, the sizes of its batches, and so the bits, depend on
-the memory that is free.
+graph over a cache of fixed length. transformers' own loops (5.23) do not serve: `generate` keeps all rows until the
+last has ended, static layers with a sliding window count on the host, which a graph does not repeat, and continuous
+batching does not return the ids that truncated sampling kept, and runs in a thread that no interrupt and no hook of
+FSDP2 reaches.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import Cache, StaticLayer
 
 from ..integrations.transformers import PLAIN_LAYERS, cache_argument, cache_of, position_ids, takes, unwrap_causal_lm
+from . import reason_of
 from .arguments import TrainArguments
 from .ranks import Ranks
 from .rollout import infer, left_padded
@@ -355,7 +354,7 @@ def decoding_error(decode: Decoder) -> Decoding:
     except Exception as failure:  # of many types: no cache among the arguments, rows that cannot be selected, no graph
         if not decode.cached:
             raise
-        return Decoding(math.inf, math.inf, f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}")
+        return Decoding(math.inf, math.inf, reason_of(failure)[:200])
     error, nats, rounding = torch.stack(errors).amax(0).tolist()
     return Decoding(error / (MARGIN * rounding or 1.0), nats)
 

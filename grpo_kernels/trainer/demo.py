@@ -73,9 +73,6 @@ def show(folder: Path) -> None:
     )
 
 
-# --- the chat model --------------------------------------------------------------------------------------------------
-
-
 def smollm2() -> Path:
     """A folder with the model in float32 and its tokenizer, in the user's cache: unpacked on the first call (30 s).
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from statistics import fmean, multimode, stdev
 from typing import Any, TypeAlias
 
-import torch
 from tqdm import tqdm
 
 from . import RunError
-from .arguments import TrainArguments
+from .arguments import TrainArguments, add_option
 from .checkpoint import CONFIG, RUN
 from .data import Prompt, check_source, from_json, is_one_split
 from .decoding import choose_decoder
@@ -60,16 +59,9 @@ def final_answer(text: str) -> Hashable:
 
 
 def evaluate(
-    sample: Sample,
-    prompts: Sequence[Prompt],
-    rewards: Rewards,
-    *,
-    num_samples: int = 4,
-    ks: Sequence[int] | None = None,
-    seed: int = 0,
-    step: int = 0,
-    correct_at: float | None = None,
-) -> dict[str, Any]:
+    sample: Sample, prompts: Sequence[Prompt], rewards: Rewards, *, num_samples: int = 4,
+    ks: Sequence[int] | None = None, seed: int = 0, step: int = 0, correct_at: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Samples `num_samples` completions of each prompt and a greedy one, and scores them.
 
     A completion is correct where its total reward is at least `correct_at`, by default 1 where all rewards are 0 or 1;
@@ -136,13 +128,11 @@ def _scored(totals: Sequence[float]) -> list[float]:
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
-# Options that stand for those of the run: the field of TrainArguments, and how it is read.
-OPTIONS_OF_RUN: dict[str, tuple[str, dict[str, Any]]] = {
-    "dataset_name": ("eval_dataset_name", {}), "correct_at": ("correct_at", {"type": float}),
-    "reward_funcs": ("reward_funcs", {"nargs": "+"}), "temperature": ("temperature", {"type": float}),
-    "max_completion_length": ("max_completion_length", {"type": int}),
-    **{name: (name, {}) for name in ("dataset_test_split", "prompt_column", "answer_column", "system_prompt")},
-}  # fmt: skip
+# Options that stand for those of the run.
+OPTIONS_OF_RUN = (
+    "correct_at", "reward_funcs", "temperature", "max_completion_length", "dataset_test_split", "prompt_column",
+    "answer_column", "system_prompt",
+)  # fmt: skip
 # What is read of the options that a run has saved: numbers, and names of data and columns. What is executed is none of
 # it: a reward function of the user's, or the code of a model's repository, comes from the command line alone.
 READ = (
@@ -186,9 +176,9 @@ def parser() -> argparse.ArgumentParser:
     add("--num-samples", type=int, default=4, help="completions per problem (default: 4)")
     add("--ks", type=int, nargs="+", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
     add("--seed", type=int, default=0, help="of the samples (default: 0)")
-    for name, (field, how) in OPTIONS_OF_RUN.items():
-        text = TrainArguments.__dataclass_fields__[field].metadata["help"]
-        add(f"--{name.replace('_', '-')}", help=f"{text} (default: the run's)", **how)
+    add("--dataset-name", metavar="X", help="a data set to evaluate on (default: the run's)")
+    for name in OPTIONS_OF_RUN:
+        add_option(result, name, f"{TrainArguments.__dataclass_fields__[name].metadata['help']} (default: the run's)")
     add("--trust-remote-code", action="store_true", help="run the code of the model's repository")
     add("--max-prompts", type=int, help="the first so many problems (default: all)")
     add("--output", type=Path, help="a file for the numbers as JSON")
@@ -208,7 +198,7 @@ def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
     if not known and not (options.dataset_name and options.reward_funcs):
         what = f"{options.target} is neither the output folder of a run nor its checkpoint"
         raise ValueError(f"{what}; a model needs --dataset-name and --reward-funcs")
-    named = {field: getattr(options, name) for name, (field, _) in OPTIONS_OF_RUN.items()}
+    named = {name: getattr(options, name) for name in OPTIONS_OF_RUN} | {"eval_dataset_name": options.dataset_name}
     known |= {field: value for field, value in named.items() if value is not None}
     a = TrainArguments(**known, eval_max_prompts=options.max_prompts, trust_remote_code=options.trust_remote_code)
     a.check_values()
@@ -242,20 +232,21 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     check_source("model_name_or_path", model)
     check_source("dataset_name", a.held_out_name or ARITHMETIC, "dataset")
     tokenizer, lm = load_tokenizer(model, a), load_frozen(model, a)
-    lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
+    ranks = Ranks(use_cpu=a.use_cpu)
+    lm.to(ranks.device)
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
         raise ValueError("there are no held-out prompts; expected --dataset-name")
     rewards = make_rewards(a, tokenizer, [], held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
-    bar, ranks = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Ranks(use_cpu=a.use_cpu)
-    policy, ends = Policy(lm), eos_ids(lm, tokenizer)
+    bar, policy = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Policy(lm)
     choose_decoder(policy, ranks, a)
-    sampler = Sampler(
-        policy, tokenizer, a, ends, ranks, Signals(ranks),
-        lambda done, total: bar.set_description(f"evaluation, {done:,}/{total:,}"),
-    )  # fmt: skip
+
+    def progress(done: int, total: int) -> None:
+        bar.set_description(f"evaluation, {done:,}/{total:,}")
+
+    sampler = Sampler(policy, tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks), progress)
     return sampler.for_evaluation, held_out, rewards
 
 

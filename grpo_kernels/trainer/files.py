@@ -12,11 +12,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from . import RunError
 
 CHECKSUMS = "checksums.json"  # of the files of a folder that `write_atomically` made
-WRITTEN_BESIDE = r"checkpoint-\d+|start-model-\d+|model|trial-\w+|config\.json|summary\.json"
+WRITTEN_BESIDE = r"\.(checkpoint-\d+|start-model-\d+|model|trial-\w+|(config|summary)\.json)\.(partial|replaced)"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value of JSON, as `write_text` does."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -72,7 +78,7 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
 def remove_leftovers(output: Path) -> None:
     """Remove what a process that was killed while it wrote has left."""
     for path in output.iterdir():
-        if re.fullmatch(rf"\.({WRITTEN_BESIDE})\.(partial|replaced)", path.name):
+        if re.fullmatch(WRITTEN_BESIDE, path.name):
             remove(path)
 
 

@@ -23,7 +23,7 @@ from .checkpoint import LOG, SAMPLES
 from .files import naming, sync, write_text
 from .monitor import Monitor
 from .ranks import Ranks
-from .records import is_number, parse_record, records_of
+from .records import is_number, parse_record, plain, records_of
 from .rollout import Completion
 
 # Beside the progress bar, or in the lines that stand for it.
@@ -90,13 +90,13 @@ class RunLog:
 
     def record(self, record: dict[str, Any]) -> None:
         """One optimizer step, or one evaluation."""
-        record = _finite(record)
+        record = plain(record)
         alarms = self.monitor.update(record)
         if alarms:
             record["warnings"] = [{"kind": a.kind, "severity": a.severity, "message": a.message} for a in alarms]
         for alarm in alarms:
             self.say(f"step {record['step']}: {alarm.severity}: {alarm.message}")
-        self._append(LOG, json.dumps(record, default=str))
+        self._append(LOG, json.dumps(record))
         kind, metrics = ("eval", record["evaluation"]) if "evaluation" in record else ("train", record)
         numbers = {k: v for k, v in metrics.items() if is_number(v) and k != "step"}
         self.accelerator.log({f"{kind}/{TRL_NAMES.get(k, k)}": v for k, v in numbers.items()}, step=record["step"])
@@ -111,12 +111,12 @@ class RunLog:
     def sample(self, sample: dict[str, Any]) -> None:
         """One completion; values of `log_extra` that cannot be written, or read again, are left out, by name."""
         try:
-            text = json.dumps(_finite(sample), default=str)
+            text = json.dumps(plain(sample))
         except (ValueError, TypeError, RecursionError):
             text = ""
         if parse_record(text) is None:
             names = ", ".join(map(str, sample.get("extra", {})))
-            text = json.dumps(_finite({**sample, "extra": f"cannot be written as JSON: {names}"}))
+            text = json.dumps(plain({**sample, "extra": f"cannot be written as JSON: {names}"}))
         self._append(SAMPLES, text)
 
     def say(self, text: str) -> None:
@@ -132,18 +132,6 @@ class RunLog:
         if self.writes:
             with naming(self.paths[name]), self.paths[name].open("a") as file:
                 file.write(f"{text}\n")
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinite numbers, which JSON lacks, as None."""
-    if isinstance(value, dict):
-        return {name: _finite(x) for name, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# --- numbers: sums and counts over all rows, passes and ranks, divided once -------------------------------------------
 
 
 def pass_numbers(out: Any, inputs: dict[str, Any]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -28,15 +27,15 @@ from .batch import (
 from .checkpoint import Progress, norm
 from .data import take
 from .evaluate import ACCURACIES, evaluate
-from .files import write_text
+from .files import write_json
 from .log import pass_numbers, rollout_record, step_record
-from .ranks import Interrupted
+from .ranks import Interrupted, whole
 from .records import counted
 from .report import write_report
 from .rewards import RewardBatch
 from .rewards.scoring import Failure
 from .rollout import Completion, infer
-from .run import ENDS_UNSAVED, Run, advice_on_memory
+from .run import Run, advice_on_memory
 from .tasks import ARITHMETIC_MODEL
 
 SAMPLES = 4  # completions of a rollout in samples.jsonl
@@ -55,19 +54,17 @@ class Trainer:
         self.pad_id = self.sampler.tokenizer.pad_token_id
         self.rows_per_step = self.arguments.rows_per_step(self.ranks.count)
         self.started = time.perf_counter() - self.progress.seconds
-        self.seconds: dict[str, float] = {}
-        self.metrics: dict[str, list[float]] = {}  # of log_metric, from all ranks
+        self.seconds: dict[str, float] = {}  # of the parts of a step
         self.ranks_without_rewards: set[int] = set()  # in the last rollout
 
     def train(self) -> int:
         """All steps that are left; returns the exit status."""
         p, a, run = self.progress, self.arguments, self.run
         run.log.start(p.step, p.log_sizes)
-        model, processes = a.model_name_or_path or ARITHMETIC_MODEL, run.ranks.count
         run.log.say(
-            f"{model}, {counted(len(run.prompts), 'prompt')}, {len(run.held_out):,} held out; "
-            f"{counted(a.max_steps, 'step')} of {counted(self.rows_per_step, 'completion')}, "
-            f"{processes} {'process' if processes == 1 else 'processes'}, "
+            f"{a.model_name_or_path or ARITHMETIC_MODEL}, {counted(len(run.prompts), 'prompt')}, "
+            f"{len(run.held_out):,} held out; {counted(a.max_steps, 'step')} of "
+            f"{counted(self.rows_per_step, 'completion')}, {counted(self.ranks.count, 'process')}, "
             f"{run.accelerator.device}; output in {run.folder}"
         )
         if p.step:
@@ -91,14 +88,12 @@ class Trainer:
                 run.log.say(f"stopped by a signal after step {p.step}; --resume-from-checkpoint auto goes on")
                 return 128 + run.signals.received  # as shells have it: 130 after Ctrl-C
 
-    # --- rollout ------------------------------------------------------------------------------------------------------
-
     def collect(self) -> None:
         """Sample the next rollout, score it, and compute what its updates need."""
         a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
         run.log.phase("sampling")
-        self.seconds, self.metrics, p.rollout_numbers = {"rewards": 0.0}, {}, {}
+        self.seconds, p.rollout_numbers = {"rewards": 0.0}, {}
         rollout = self._sample()
         if p.rollout_index == 0 and a.is_given("step_delimiter") and all(c.steps is None for c in rollout):
             raise RunError(f"step_delimiter={a.step_delimiter!r} has no effect: no function gave rewards of steps")
@@ -144,8 +139,6 @@ class Trainer:
         begin, rewards = time.perf_counter(), self.run.rewards
         self.run.log.phase("rewards")
         if rewards is None:  # the loss is the divergence to a teacher
-            for c in rows:
-                c.reward, c.rewards = math.nan, {}
             return
         with self.ranks.raise_on_all():
             batch = rewards.score(
@@ -163,11 +156,11 @@ class Trainer:
         if any(failures):
             first, count = next(filter(None, failures))[0], sum(len({f.row for f in part}) for part in failures)
             self.run.log.say(f"{counted(count, 'completion')} unscored, the first by {first.name}: {first.message}")
-        self.seconds["rewards"] += time.perf_counter() - begin
-        for name, value in (found for part in metrics for found in part.items()):
-            self.metrics.setdefault(f"metrics/{name}", []).append(value)
-        self.progress.rollout_numbers |= {name: fmean(values) for name, values in self.metrics.items()}
-        self.progress.rollout_numbers["slowest_reward"] = max(seconds[0], key=lambda name: seconds[0][name])
+        self.seconds["rewards"] = time.perf_counter() - begin
+        numbers = self.progress.rollout_numbers
+        for name in dict.fromkeys(name for part in metrics for name in part):
+            numbers[f"metrics/{name}"] = fmean(part[name] for part in metrics if name in part)
+        numbers["slowest_reward"] = max(seconds[0], key=seconds[0].get)
 
     def _check_rewards(self, fatal: Sequence[Failure | None]) -> None:
         """Raise RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
@@ -189,7 +182,6 @@ class Trainer:
         c.rewards = {name: values[index].item() for name, values in batch.by_name.items()}
         c.reward = batch.total[index].item()
         c.extra = {name: values[index] for name, values in batch.extra.items()}
-        c.steps = c.step_ends = None
         if batch.steps is not None and not math.isnan(c.reward):
             c.step_ends = step_ends(c.ids, self.sampler.tokenizer, a.step_delimiter)
             c.steps = batch.steps[index] or [0.0] * (len(c.step_ends) - 1) + [c.reward]
@@ -205,8 +197,8 @@ class Trainer:
                 self._set_logps(rollout, "ref_logps")
 
     def _set_logps(self, rollout: list[Completion], name: str) -> None:
-        for first in range(0, len(rollout), self.rows_per_step):
-            rows, found = rollout[first : first + self.rows_per_step], []
+        for rows in groups_of(rollout, self.rows_per_step):
+            found = []
             for part in self._passes(rows):
                 inputs = model_inputs(part, self.arguments, self.pad_id, self.run.accelerator.device)
                 logps = infer(self.policy, "logps", **inputs, temperature=self.arguments.temperature).float().cpu()
@@ -216,8 +208,7 @@ class Trainer:
 
     def _passes(self, rows: list[Completion]) -> list[list[Completion]]:
         """This rank's part of an optimizer step, one list per forward and backward pass."""
-        own, size = self.ranks.share(rows), self.arguments.per_device_train_batch_size
-        return [own[i : i + size] for i in range(0, len(own), size)]
+        return groups_of(self.ranks.share(rows), self.arguments.per_device_train_batch_size)
 
     def _log_samples(self) -> None:
         p = self.progress
@@ -229,8 +220,6 @@ class Trainer:
                 "rewards": c.rewards, **({"extra": c.extra} if c.extra else {}),
             })  # fmt: skip
 
-    # --- update -------------------------------------------------------------------------------------------------------
-
     def update(self) -> None:
         """One optimizer step on a part of the rollout."""
         a, p, run = self.arguments, self.progress, self.run
@@ -240,15 +229,11 @@ class Trainer:
         rows = p.rollout[first : first + self.rows_per_step]
         record = step_record(self._backward(rows), self.ranks, first=p.used == 0)
         grad_norm = self._clip()
-        if not (math.isfinite(record["loss"]) and math.isfinite(grad_norm)):
-            raise RunError(f"step {p.step + 1}: loss {record['loss']}, gradient norm {grad_norm}; {ENDS_UNSAVED}")
+        run.check_finite(f"step {p.step + 1}:", {"the loss": record["loss"], "the gradient norm": grad_norm})
         rate = run.optimizer.param_groups[0]["lr"]
         run.optimizer.step()
         run.scheduler.step()
-        weight_norm = norm(run.trained())
-        with self.ranks.raise_on_all():
-            if not math.isfinite(weight_norm):
-                raise RunError(f"step {p.step + 1} leaves weights whose norm is {weight_norm}; {ENDS_UNSAVED}")
+        run.check_finite(f"step {p.step + 1} leaves", {"weights whose norm": norm(run.trained())})
         tokens = sum(len(c.ids) for c in rows if is_scored(c, a))
         p.step, p.used, p.num_tokens = p.step + 1, p.used + 1, p.num_tokens + tokens
         record = {
@@ -292,7 +277,7 @@ class Trainer:
     def _clip(self) -> float:
         """Scale gradients down to max_grad_norm; the norm before that."""
         norm = self.run.accelerator.clip_grad_norm_(self.run.trained(), self.arguments.max_grad_norm or math.inf)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return float(whole(norm))
 
     def _move_reference(self, kl: float | None, completions: int) -> None:
         """Check that the KL starts at 0; adapt beta (arXiv:1909.08593, section 2.2); move the reference policy."""
@@ -307,8 +292,6 @@ class Trainer:
                 p.beta *= 1.0 + error * completions / KL_HORIZON
         if a.ref_model_sync_steps and p.step % a.ref_model_sync_steps == 0:
             self.reference.move(REFERENCE_SHARE)
-
-    # --- log, evaluation, end -----------------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
         """Score held-out completions before, after, and every eval_steps steps, but not again after a resume."""
@@ -348,7 +331,7 @@ class Trainer:
             "options": run.options,
         }  # fmt: skip
         if run.accelerator.is_main_process:
-            write_text(run.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+            write_json(run.folder / "summary.json", summary)
             write_report(run.folder)
         run.accelerator.wait_for_everyone()
         run.log.say(f"{run.folder}: model, summary.json and report.html after {counted(p.step, 'step')}")

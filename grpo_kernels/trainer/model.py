@@ -22,10 +22,11 @@ from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
 from ..teacher import Teacher
-from . import missing_packages
+from . import missing_packages, reason_of
 from .arguments import TrainArguments
 from .data import check_source
 from .decoding import Decoder, decoding_error
+from .ranks import whole
 from .sampling import generate
 from .vllm import check_adapter
 
@@ -123,27 +124,27 @@ def base_of(path: str, *, name: str = "model_name_or_path") -> str | None:
 
     base = str(_from_pretrained(PeftConfig, path, path, name=name).base_model_name_or_path)
     check_source(f"{name}={path}: base_model_name_or_path", base)
-    return str(Path(base).resolve()) if Path(base).exists() else base
+    return _absolute(base)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, given: Any = None) -> Any:
     """The model to train: the given one, that of `path` or, where there is one, of a checkpoint: under --use-peft its
     adapter alone. An adapter, as `path` or given, is trained on."""
-    a, lm, base = arguments, given, None
-    adapter = None if checkpoint is None or not a.use_peft else str(checkpoint)
-    if given is None:
-        base = base_of(path)
-        if base is not None and not a.use_peft:
-            raise ValueError(
-                f"model_name_or_path={path} is an adapter to {base}; expected use_peft=True, which trains it on, "
-                "or the model that merge_and_unload() makes of both"
-            )
-        adapter = adapter or (None if base is None else path)
+    a, base = arguments, None if given is not None else base_of(path)
+    if base is not None and not a.use_peft:
+        raise ValueError(
+            f"model_name_or_path={path} is an adapter to {base}; expected use_peft=True, which trains it on, "
+            "or the model that merge_and_unload() makes of both"
+        )
+    adapter = str(checkpoint) if checkpoint is not None and a.use_peft else None if base is None else path
     if checkpoint is not None and not a.use_peft:
         lm = _load(str(checkpoint), str(checkpoint.resolve()), a)
-    elif given is None:
-        base_model = base or (str(Path(path).resolve()) if Path(path).exists() else path)
-        lm = _load(path, base_model, a)
+    else:
+        lm = given if given is not None else _load(path, base or _absolute(path), a)
     continues = base is not None or is_peft_model(lm)
     if is_peft_model(lm) and adapter is not None:
         lm.load_adapter(adapter, lm.active_adapters[0], is_trainable=True)
@@ -159,10 +160,8 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
     if a.use_peft:
         _check_adapter(lm, a, continues=continues)
     if not any(parameter.requires_grad for parameter in lm.parameters()):
-        raise ValueError(
-            f"model_name_or_path={path}: none of its parameters is trained; expected requires_grad=True, of an adapter "
-            "PeftModel.from_pretrained(..., is_trainable=True)"
-        )
+        expected = "expected requires_grad=True, of an adapter PeftModel.from_pretrained(..., is_trainable=True)"
+        raise ValueError(f"model_name_or_path={path}: none of its parameters is trained; {expected}")
     _without_dropout(lm)
     return lm
 
@@ -208,8 +207,7 @@ def _from_pretrained(kind: Any, path: str, *source: Any, name: str = "model_name
     try:
         return kind.from_pretrained(*source, **options)
     except Exception as error:  # of many types: no such model, one of an unknown type, a damaged file, a model's own
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{name}={path}: {reason}") from error
+        raise ValueError(f"{name}={path}: {reason_of(error)}") from error
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -342,8 +340,7 @@ class ReferencePolicy:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Whole tensors on the CPU; under FSDP2 every rank has to call it."""
-        whole = {n: copy.full_tensor() if isinstance(copy, DTensor) else copy for n, (_, copy) in self.pairs.items()}
-        return {name: tensor.cpu().contiguous() for name, tensor in whole.items()}
+        return {name: whole(copy).cpu().contiguous() for name, (_, copy) in self.pairs.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -32,18 +32,21 @@ EFFECTIVE = ("rollout_ratio/ess", "rollout_ess")
 NAN = math.nan
 
 
-@dataclass(frozen=True)
+@dataclass
 class Alarm:
-    """kind: a key of `RULES`; severity: "warning" or "critical"; seen: what, and the threshold; advice: what to do."""
+    """kind: a key of `RULES`; severity: "warning" or "critical"; seen: what, and the threshold; first: its step; last:
+    the step after which it was over, None where it was not; quiet: steps without the finding."""
 
     kind: str
     severity: str
     seen: str
-    advice: str
+    first: int
+    last: int | None = None
+    quiet: int = 0
 
     @property
     def message(self) -> str:
-        return f"{self.seen} {self.advice}"
+        return f"{self.seen} {RULES[self.kind].advice}"
 
 
 class History:
@@ -94,9 +97,6 @@ class History:
         """Whether most groups, or all but a few completions, have the highest reward."""
         near = self.limits[1] - REWARD_SHARE * self.reward_range()
         return self.mean("all_max_groups") >= 0.5 or (self.reward_range() > 0 and self.mean("reward") >= near)
-
-
-# --- what is compared with the thresholds; NaN: nothing ---------------------------------------------------------------
 
 
 def held_out_change(h: History) -> float:
@@ -156,9 +156,6 @@ def clipped(h: History) -> float:
     return NAN if h.mean("approx_kl") <= CLIPPED_KL else share
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
 class Rule(NamedTuple):
     """An alarm where `value` is above `warning`, or under it with `below`; critical beyond `critical`.
 
@@ -186,89 +183,73 @@ class Rule(NamedTuple):
 
 RULES = {
     "reward_hacking": Rule("Reward hacking", ("evaluation",), held_out_change, 1, -2,
-        "The training reward rose while the held-out reward changed by {value:.1f} standard errors from its best "
-        "(threshold {limit:g}).",
-        "Read the completions of the highest rewards; tighten the reward, raise beta, or go back to an earlier "
-        "checkpoint.", below=True),
+        "The training reward rose; the held-out reward changed by {value:.1f} standard errors from its best (threshold "
+        "{limit:g}).",
+        "Read the completions of the highest rewards; tighten the reward, raise beta, or go back to a checkpoint.",
+        below=True),
     "mode_collapse": Rule("Mode collapse", ("entropy",), entropy, 1, 0.25,
         f"Entropy is {{value:.0%}} of its limit (threshold {{limit:.0%}} of {ENTROPY:g} nats per token, or of "
         f"{ENTROPY_OF_START:.0%} of the start), completions of a group repeat, and the reward does not rise.",
-        "Raise entropy_coef, or epsilon_high where tokens are clipped above it; lower the learning rate, or raise the "
-        "temperature.", below=True),
+        "Raise entropy_coef or the temperature, or epsilon_high where tokens are clipped above it; lower the learning "
+        "rate.", below=True),
     "kl_explosion": Rule("KL explosion", ("kl",), kl, 1, 10,
         f"For {SOON} steps, the KL to the reference policy is {{value:.3g}} times its limit, {KL_PER_TOKEN:g} nats per "
         f"token and {KL_PER_SEQUENCE:g} per sequence (threshold {{limit:g}}).",
         "Lower the learning rate, raise beta or set kl_target, and read the completions."),
     "divergence_rises": Rule("Divergence to the teacher rises", ("divergence",), divergence, 1, math.inf,
-        f"The divergence to the teacher is {{value:.3g}} times its limit (threshold {{limit:g}}), which is "
+        f"The divergence to the teacher is {{value:.3g}} times its limit (threshold {{limit:g}}): "
         f"{DIVERGENCE_OF_START:g} times the first {SPAN} steps, and at least {KL_PER_TOKEN:g} nats per token.",
         "Lower the learning rate; beside rewards, raise distill_coef, or take them for what moves the policy away."),
     "gradient_instability": Rule("Gradient instability", ("grad_norm",), gradient_norm, 4, 10,
-        f"For {SOON} steps, the gradient norm is {{value:.3g}} times the median of the steps before (threshold "
-        "{limit:g}).",
+        f"For {SOON} steps, the gradient norm is {{value:.3g}} times the median before (threshold {{limit:g}}).",
         "Lower the learning rate or max_grad_norm; look for extreme advantages and ratios at this step."),
     "no_learning_signal": Rule("No learning signal", ("zero_gradient_groups",), dead_groups, 0.5, 0.9,
-        f"{{value:.0%}} of the groups of the last {WINDOW} steps have equal rewards and no gradient (threshold "
-        "{limit:.0%}, all-correct ones not counted).",
-        "Check the reward function on completions of samples.jsonl; choose easier or harder prompts, raise "
-        "num_generations, or set dynamic_sampling."),
+        f"{{value:.0%}} of the groups of {WINDOW} steps have equal rewards and no gradient (threshold {{limit:.0%}}, "
+        "all-correct ones not counted).",
+        "Check the reward function on samples.jsonl; choose other prompts, raise num_generations, or set "
+        "dynamic_sampling."),
     "unscored": Rule("Unscored completions", ("unscored",),
         lambda h: h.mean("unscored") / (h.mean("completions/count") or NAN), 0.05, math.inf,
         f"{{value:.0%}} of the completions of the last {WINDOW} steps got no reward (threshold {{limit:.0%}}).",
         "Read the errors of the reward functions in the log; raise reward_timeout where calls time out."),
     "length_bias": Rule("Length bias", ("completions/mean_length",), growth, 1.25, math.inf,
-        f"Completions grew to {{value:.2f}} times their length within {HISTORY} steps (threshold {{limit:g}}), and the "
-        "reward did not rise.",
-        "Add the reward soft_overlong; where the loss divides by a sequence's length (grpo, gspo), take one that does "
-        "not (dapo, dr_grpo)."),
+        f"Completions grew {{value:.2f}} times in {HISTORY} steps (threshold {{limit:g}}); the reward did not rise.",
+        "Add the reward soft_overlong, or take a loss that does not divide by a sequence's length (dapo, dr_grpo)."),
     "truncation": Rule("Truncated completions", ("completions/clipped_ratio",),
         lambda h: h.mean("completions/clipped_ratio"), 0.5, 0.99,
         "{value:.0%} of the completions were cut at max_completion_length (threshold {limit:.0%}).",
         "Raise max_completion_length; check that the model's EOS ids are those that end a completion."),
     "first_ratio": Rule("First ratio is not 1", ("log_ratio_first_max",),
         lambda h: abs(h.record["log_ratio_first_max"]), 0.01, 0.5,
-        "The largest |log-ratio| of a rollout's first update is {value:.3g} (threshold {limit:g}).",
-        "Before the first update of a rollout, old and current policy are the same. Look for dropout, padding, "
-        "temperature or precision that differ between the two computations."),
+        "The largest |log-ratio| of a rollout's first update is {value:.3g} (threshold {limit:g}); it should be 0.",
+        "Look for dropout, padding, temperature or precision that differ between old and current policy."),
     "clipping": Rule("Clipping", ("clip_ratio/region", "cispo_clip_ratio"), clipped, 0.2, math.inf,
-        f"{{value:.0%}} of the tokens of the last {WINDOW} updates after first ones were clipped (threshold "
-        f"{{limit:.0%}}), and the policy moved by more than {CLIPPED_KL:g} nats per token.",
+        f"{{value:.0%}} of the tokens of {WINDOW} updates after first ones were clipped (threshold {{limit:.0%}}), and "
+        f"the policy moved by more than {CLIPPED_KL:g} nats per token.",
         "Lower the learning rate, use fewer updates per rollout, or widen epsilon."),
     "rollout_mismatch": Rule("Rollout mismatch", ("rollout_mismatch/mean",),
         lambda h: h.mean("rollout_mismatch/mean", SOON), 0.036, math.inf,  # of a normal distribution whose KL is 1e-3
-        "Log-probabilities of the sampling engine differ from the model's by {value:.3g} nats in the mean (threshold "
-        "{limit:g}, which is a KL of 1e-3).",
+        "Log-probabilities of the sampling engine are off by {value:.3g} nats in the mean (threshold {limit:g}).",
         "Check that the sampling engine has the current weights and the same temperature and precision."),
     "off_policy": Rule("Off-policy samples", EFFECTIVE, effective_sample, 0.3, 0.1,
         "Importance weights leave an effective sample of {value:.0%} (threshold {limit:.0%}).",
-        "Check the sampling engine as for rollout_mismatch. Where whole sequences are weighted and completions are "
-        "long, weight tokens (vllm_importance_sampling_mode token_truncate), or widen rollout_rs.", below=True),
+        "Check the sampling engine as for rollout_mismatch; where completions are long, weight tokens "
+        "(vllm_importance_sampling_mode token_truncate), or widen rollout_rs.", below=True),
 }  # fmt: skip
-
-
-@dataclass
-class Episode:
-    """An alarm over its steps; last: the step after which it was over, None where it was not; quiet: steps without the
-    finding."""
-
-    first: int
-    last: int | None
-    alarm: Alarm
-    quiet: int = 0
 
 
 class Monitor:
     """Checks the records of a run in order. An alarm is returned once per episode, and again where a warning becomes
     critical; an episode ends after `WINDOW` steps without the finding (reward hacking: with the next evaluation).
 
-    records: of a log so far; then it goes on with the alarms that an uninterrupted run gives. episodes: in order.
-    measured: kinds whose metrics the log has.
+    records: of a log so far; then it goes on with the alarms that an uninterrupted run gives. alarms: of all episodes,
+    in order. measured: kinds whose metrics the log has.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
-        self.episodes: list[Episode] = []
+        self.alarms: list[Alarm] = []
         self.measured: set[str] = set()
-        self._active: dict[str, Episode] = {}
+        self._active: dict[str, Alarm] = {}
         self._history = History()
         for record in records:
             self.update(record)
@@ -279,23 +260,22 @@ class Monitor:
         self._history.push(record)
         kinds = [kind for kind, rule in RULES.items() if any(key in record for key in rule.needs)]
         self.measured.update(kinds)
-        return [alarm for kind in kinds if (alarm := self._check(kind, record["step"]))]
+        return [replace(alarm) for kind in kinds if (alarm := self._check(kind, record["step"]))]
 
     def _check(self, kind: str, step: int) -> Alarm | None:
         severity, seen = RULES[kind].check(self._history)
-        episode = self._active.get(kind)
-        alarm = Alarm(kind, severity, seen, RULES[kind].advice)
-        if episode is None:
+        if kind not in self._active:
             if not seen:
                 return None
-            self._active[kind] = Episode(step, None, alarm)
-            self.episodes.append(self._active[kind])
-            return alarm
-        episode.quiet = 0 if seen else episode.quiet + 1
-        if episode.quiet >= (1 if kind == "reward_hacking" else WINDOW):
-            episode.last = step
+            self._active[kind] = Alarm(kind, severity, seen, step)
+            self.alarms.append(self._active[kind])
+            return self._active[kind]
+        alarm = self._active[kind]
+        alarm.quiet = 0 if seen else alarm.quiet + 1
+        if alarm.quiet >= (1 if kind == "reward_hacking" else WINDOW):
+            alarm.last = step
             del self._active[kind]
-        if severity != "critical" or episode.alarm.severity == "critical":
+        if severity != "critical" or alarm.severity == "critical":
             return None
-        episode.alarm = alarm
+        alarm.severity, alarm.seen = severity, seen
         return alarm

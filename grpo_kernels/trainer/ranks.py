@@ -16,6 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import RunError
 from .arguments import TrainArguments
@@ -41,7 +43,7 @@ class Ranks:
 
     def __init__(self, *, use_cpu: bool = False):
         state = PartialState(cpu=on_cpu(use_cpu))
-        self.index, self.count = state.process_index, state.num_processes
+        self.index, self.count, self.device = state.process_index, state.num_processes, state.device
 
     def share(self, rows: Sequence[Any]) -> list[Any]:
         """This rank's part of rows, whose number the ranks divide."""
@@ -58,17 +60,19 @@ class Ranks:
 
         Holds no collective operation.
         """
-        error: Exception | None = None
         try:
             yield
-        except Exception as found:
-            error = found
-        messages = self.gather([None if error is None else f"{type(error).__name__}: {error}"])
-        if error is not None:
-            raise error
-        failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
-        if failed:
-            raise RunError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+        except Exception as error:
+            self.gather([f"{type(error).__name__}: {error}"])
+            raise
+        for rank, message in enumerate(self.gather([""])):
+            if message:
+                raise RunError(f"rank {rank} failed: {message}")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that FSDP2 shards with the parts of all ranks, each of which has to ask; any other one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Interrupted(BaseException):
@@ -87,11 +91,9 @@ class Signals:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Within it the first signal is noted; a second Ctrl-C interrupts at once."""
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
-            numbers.pop()
-        if threading.current_thread() is not threading.main_thread():  # other threads get no signals
-            numbers.clear()
+        hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]  # ignored: by nohup
+        is_main = threading.current_thread() is threading.main_thread()  # other threads get no signals
+        numbers = [signal.SIGTERM, signal.SIGINT, *hangup] if is_main else []
         before = [(number, signal.signal(number, self._note)) for number in numbers]
         try:
             yield
@@ -140,9 +142,6 @@ def _leave_terminal() -> None:
     os.close(nowhere)
 
 
-# --- the accelerator -------------------------------------------------------------------------------------------------
-
-
 def make_accelerator(a: TrainArguments) -> Accelerator:
     """Raises ValueError where the launcher's configuration has what would change the steps."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -152,9 +151,7 @@ def make_accelerator(a: TrainArguments) -> Accelerator:
     precision = "bf16" if a.bf16 else "no"
     users = AcceleratorState._shared_state.get("_mixed_precision")
     if users not in (None, precision):
-        raise ValueError(
-            f"bf16={a.bf16}: this process has an Accelerator of mixed_precision={users}; expected the same"
-        )
+        raise ValueError(f"bf16={a.bf16}: this process has an Accelerator of mixed_precision={users}")
     accelerator = Accelerator(
         cpu=on_cpu(a.use_cpu), mixed_precision=precision, log_with=a.report_to or None,
         project_dir=a.output_dir, fsdp_plugin=sharding if a.fsdp else None,
@@ -176,10 +173,7 @@ def make_accelerator(a: TrainArguments) -> Accelerator:
         ("non_data_parallel_size", layout.non_data_parallel_size if layout else 1, (1,)),
     ):
         if found not in expected:
-            words = ", ".join(map(str, expected))
-            raise ValueError(
-                f"accelerate's configuration has {name}={found}; expected {words}, and the trainer's options"
-            )
+            raise ValueError(f"accelerate's configuration has {name}={found}; expected {', '.join(map(str, expected))}")
     if absent := sorted(set(a.report_to) - set(map(str, accelerator.log_with))):  # accelerate says nothing
         raise ValueError(f"report_to={', '.join(absent)}: not installed (pip install {' '.join(absent)})")
     return accelerator

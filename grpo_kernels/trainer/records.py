@@ -1,4 +1,4 @@
-"""What the files of a run hold, read back: the lines of log.jsonl and samples.jsonl, and objects such as summary.json.
+"""What the files of a run hold: lines of log.jsonl and samples.jsonl, and objects such as summary.json, read back.
 
 A file may be damaged, or somebody else's: what these functions return has the types that its readers expect.
 """
@@ -11,6 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 Record = dict[str, Any]
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON has it: NaN and infinite numbers as None, what is no value of JSON as text."""
+    return json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
 
 
 def parse(text: str | bytes) -> Any:
@@ -48,15 +53,15 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any) -> float | None:
-    """Returns a number to four digits; None for what is none, or not finite."""
+    """Returns a number to five digits; None for what is none, or not finite."""
     if not is_number(value) or not math.isfinite(value):
         return None
-    return value if isinstance(value, int) else float(f"{value:.4g}")
+    return value if isinstance(value, int) else float(f"{value:.5g}")
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns "1 prompt", "2 prompts"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Returns "1 prompt", "2 prompts", "2 processes"."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def _has_known_types(record: Any) -> bool:

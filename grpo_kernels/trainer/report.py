@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -20,11 +19,10 @@ from typing import Any, NamedTuple
 
 from .files import write_text
 from .monitor import ENTROPY, KL_PER_TOKEN, RULES, WINDOW, Monitor
-from .records import Record, finite, is_number, parse, records_of
+from .records import Record, counted, finite, is_number, parse, records_of
 
 TEMPLATE = Path(__file__).with_name("report.html")
 SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_LENGTH = 40, 8, 2000
-NOT_PLOTTED = {"step", "rollout", "seconds", "completions/count"}
 
 
 class Chart(NamedTuple):
@@ -119,7 +117,7 @@ def collect(folder: Path) -> dict[str, Any]:
     monitor = Monitor(log)
     # Of every kind: "critical" or "warning" now, "past", "ok", or "unmeasured", where its metrics are not in the log.
     checks = {kind: "ok" if kind in monitor.measured else "unmeasured" for kind in RULES}
-    checks |= {e.alarm.kind: "past" if e.last is not None else e.alarm.severity for e in monitor.episodes}
+    checks |= {alarm.kind: alarm.severity if alarm.last is None else "past" for alarm in monitor.alarms}
     series = series_of(records) | series_of(evaluations)
     charts = charts_of(series)
     return {
@@ -128,8 +126,8 @@ def collect(folder: Path) -> dict[str, Any]:
         **state_of(folder, records, config, summary),
         "tiles": tiles_of(records, evaluations, summary),
         "episodes": [
-            {**asdict(e.alarm), "title": RULES[e.alarm.kind].title, "first": e.first, "last": e.last}
-            for e in monitor.episodes
+            {**asdict(alarm), "title": RULES[alarm.kind].title, "advice": RULES[alarm.kind].advice}
+            for alarm in monitor.alarms
         ],
         "checks": [{"title": RULES[kind].title, "state": state} for kind, state in checks.items()],
         "charts": [chart._asdict() for chart in charts],
@@ -139,9 +137,6 @@ def collect(folder: Path) -> dict[str, Any]:
         "config": [[name, json.dumps(value, ensure_ascii=False)] for name, value in config.items()],
         "notes": notes,
     }
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def read_lines(path: Path, notes: list[str]) -> list[Record]:
@@ -162,14 +157,11 @@ def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     return found
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
-
-
 def state_of(folder: Path, records: list[Record], config: Record, summary: Record) -> dict[str, Any]:
     """Returns state ("finished", "unfinished" or "empty"), the sentence about it, and what the run trained."""
     last, goal = records[-1]["step"] if records else 0, config.get("max_steps")
     if summary:
-        state, text = "finished", f"Finished after {last:,} step{'' if last == 1 else 's'}."
+        state, text = "finished", f"Finished after {counted(last, 'step')}."
     elif records:
         age = timedelta(seconds=max(0, round(time.time() - (folder / "log.jsonl").stat().st_mtime)))
         of_goal = f" of {goal}" if goal else ""
@@ -200,9 +192,6 @@ def tiles_of(records: list[Record], evaluations: list[Record], summary: Record) 
     return [*tiles, {"label": "Time", "value": shown, "before": ""}]
 
 
-# --- series -----------------------------------------------------------------------------------------------------------
-
-
 def flat(record: Record) -> Record:
     """Returns an evaluation with keys eval/...; eval/pass_at_n is pass@k for the largest k."""
     found = {"step": record["step"]} | {f"eval/{key}": value for key, value in record["evaluation"].items()}
@@ -216,10 +205,10 @@ def series_of(records: list[Record]) -> dict[str, dict[str, list[Any]]]:
     found: dict[str, dict[str, list[Any]]] = {}
     for record in records:
         for key, value in record.items():
-            if is_number(value) and key not in NOT_PLOTTED:
+            if is_number(value):
                 line = found.setdefault(key, {"x": [], "y": []})
                 line["x"].append(record["step"])
-                line["y"].append(float(f"{value:.5g}") if math.isfinite(value) else None)
+                line["y"].append(finite(value))
     return found
 
 
@@ -231,9 +220,6 @@ def charts_of(series: dict[str, Any]) -> list[Chart]:
     ]
     own += [Chart(key.removeprefix("metrics/"), "", {key: "mean"}) for key in series if key.startswith("metrics/")]
     return [chart for chart in [*CHARTS, *own] if series.keys() & chart.lines]
-
-
-# --- samples ----------------------------------------------------------------------------------------------------------
 
 
 def samples_of(rows: list[Record]) -> list[dict[str, Any]]:

@@ -6,12 +6,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
@@ -61,10 +63,9 @@ class Completion:
 
 def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:
     """(ids, mask), (B, longest) int64, padded on the left."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
+    ids = [torch.tensor(row) for row in rows]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    return pad(ids, padding_value=pad_id).to(device), pad([torch.ones_like(row) for row in ids]).to(device)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -22,14 +21,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from transformers import get_scheduler
 
 from ..teacher import check_teacher_values
-from . import RunError
+from . import RunError, reason_of
 from .adamw import check_state_of, is_low, make_optimizer
 from .arguments import TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import CONFIG, RUN, STATE, Progress, check_state, claim_folder, norm, prune, read_checkpoint
-from .data import Columns, Prompt, fingerprint, load_prompts
+from .data import Prompt, fingerprint, load_prompts
 from .decoding import choose_decoder
-from .files import lock_folder, remove_leftovers, write_atomically, write_text
+from .files import lock_folder, remove_leftovers, write_atomically, write_json
 from .log import RunLog
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
@@ -51,7 +50,6 @@ class Given(NamedTuple):
 
 NOTHING = Given({})
 MIB = 2**20
-ENDS_UNSAVED = "the run ends here, and its checkpoints are those of earlier steps"
 # Of allocators that raise RuntimeError: torch's for CPUs, cuBLAS, CUDA's runtime.
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
 
@@ -110,18 +108,14 @@ class Run:
         vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None
         with advice_on_memory(lambda: "set-up"):
             self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
-        self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
-        self.scheduler = get_scheduler(
-            a.lr_scheduler_type, self.optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps
-        )
-        self.teacher, name = None, a.teacher_model_name_or_path
-        if name is not None:
-            self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
-        self._first_inputs = model_inputs(
-            [Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, self.prompts[0].ids[-1:], ended=True)],
-            a, tokenizer.pad_token_id, self.accelerator.device,
-        )  # fmt: skip
-        with advice_on_memory(lambda: "set-up"):
+            self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
+            self.scheduler = get_scheduler(a.lr_scheduler_type, self.optimizer, a.warmup_steps, a.max_steps)
+            self.teacher, name = None, a.teacher_model_name_or_path
+            if name is not None:
+                self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
+            ids = self.prompts[0].ids
+            first = Completion(0, self.prompts[0].prompt, ids, {}, ids[-1:], ended=True)
+            self._first_inputs = model_inputs([first], a, tokenizer.pad_token_id, self.accelerator.device)
             self._score_a_token()
             if vllm is None:
                 choose_decoder(self.policy, self.ranks, a)
@@ -133,7 +127,7 @@ class Run:
             if not a.dry_run:
                 init_trackers(self.accelerator, a, self.options)
             if self.accelerator.is_main_process:
-                write_text(self.folder / CONFIG, json.dumps(self.options, indent=1) + "\n")
+                write_json(self.folder / CONFIG, self.options)
         self.signals = Signals(self.ranks)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
         self.log = RunLog(self.folder, self.accelerator, a)
@@ -171,9 +165,8 @@ class Run:
                     save_model(self.bare_policy.lm, Path(folder), {})
                 self.tokenizer.save_pretrained(folder)
         except Exception as error:  # of many types, of transformers, tokenizers and the system
-            raise ValueError(
-                f"output_dir={self.folder}: model and tokenizer cannot be saved: {type(error).__name__}: {error}"
-            ) from error
+            reason = f"model and tokenizer cannot be saved: {reason_of(error)}"
+            raise ValueError(f"output_dir={self.folder}: {reason}") from error
 
     def bytes_of_checkpoint(self) -> int:
         """Of weights (of an adapter the trained ones), AdamW's state and the reference policy; the rest is little."""
@@ -190,9 +183,8 @@ class Run:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         size, free = self.bytes_of_checkpoint() / MIB, shutil.disk_usage(there).free / MIB
         if free < size:
-            raise ValueError(
-                f"output_dir={folder}: a checkpoint takes {size:,.1f} MiB, its disk has {free:,.1f} MiB left"
-            )
+            sizes = f"a checkpoint takes {size:,.1f} MiB, its disk has {free:,.1f} MiB left"
+            raise ValueError(f"output_dir={folder}: {sizes}")
 
     def _logp_of_a_token(self) -> float:
         """Nats, of the last token of the first prompt, once more after it."""
@@ -216,10 +208,15 @@ class Run:
             "the norm of the reference policy": norm(reference),
             "a log-probability under the policy": self._logp_of_a_token(),
         }
+        self.check_finite(f"after step {step}", found)
+
+    def check_finite(self, where: str, numbers: dict[str, float]) -> None:
+        """Raise RunError, on all ranks, where a number is not finite."""
+        wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
         with self.ranks.raise_on_all():
-            for name, value in found.items():
-                if not math.isfinite(value):
-                    raise RunError(f"after step {step} {name} is {value}; {ENDS_UNSAVED}")
+            if wrong:
+                words = f"{where} {', '.join(wrong)}"
+                raise RunError(f"{words}; the run ends here, and its checkpoints are those of earlier steps")
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """Whole parameters; every rank has to ask."""
@@ -262,7 +259,7 @@ class Run:
         def fill(folder: Path) -> None:
             self.write_model(folder, weights)
             torch.save(state, folder / STATE)
-            (folder / RUN).write_text(json.dumps(self.options, indent=1))
+            write_json(folder / RUN, self.options)
 
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
@@ -291,10 +288,8 @@ class Run:
             if self.reference is not None:
                 self.reference.load_state_dict(state["reference"])
         except Exception as error:  # of many types: the checkpoint is data
-            raise RunError(
-                f"{folder}/{STATE} does not fit the model: {type(error).__name__}: {error}; a new run may begin with "
-                f"model_name_or_path={folder}"
-            ) from error
+            advice = f"a new run may begin with model_name_or_path={folder}"
+            raise RunError(f"{folder}/{STATE} does not fit the model: {reason_of(error)}; {advice}") from error
         return progress
 
     def close(self) -> None:
@@ -318,9 +313,6 @@ def _environment() -> dict[str, Any]:
     return {**versions, "threads": torch.get_num_threads()}
 
 
-# --- model, data, rewards ---------------------------------------------------------------------------------------------
-
-
 def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING, *, held_out: bool) -> list[Prompt]:
     """The prompts to train on, or those to evaluate on: none where the options name none."""
     name, split = a.dataset_name, a.dataset_train_split
@@ -332,14 +324,11 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
     context = positions - a.max_completion_length
     if context < 1:
-        raise ValueError(
-            f"max_completion_length={a.max_completion_length}; the model has {positions} positions for prompt and "
-            "completion"
-        )
+        raise ValueError(f"max_completion_length={a.max_completion_length}; the model has {positions} positions in all")
     prompts = load_prompts(
         given.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
         config=a.dataset_config if name == a.dataset_name else None,
-        columns=Columns(a.prompt_column, a.answer_column, a.system_prompt),
+        prompt_column=a.prompt_column, answer_column=a.answer_column, system_prompt=a.system_prompt,
     )  # fmt: skip
     largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
     if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):

@@ -29,32 +29,23 @@ def eos_ids(lm: Any, tokenizer: Any) -> list[int]:
     for name, ids in (("generation_config of the model", of_model), ("tokenizer", tokenizer.eos_token_id)):
         for id in ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]:
             if not (isinstance(id, int) and 0 <= id < size):
-                raise ValueError(
-                    f"eos_token_id of the {name} is {id!r}; expected an id from 0 to {size - 1}, the model's embeddings"
-                )
+                raise ValueError(f"eos_token_id of the {name} is {id!r}; expected an id from 0 to {size - 1}")
             found.add(id)
     return sorted(found)
 
 
 @torch.no_grad()
 def generate(
-    lm: Any,
-    prompts: Sequence[Sequence[int]],
-    arguments: TrainArguments,
-    *,
-    ends: Sequence[int],
-    pad_id: int,
-    greedy: bool = False,
-    synced: bool = False,
-    decoder: Decoder | None = None,
-) -> list[Sampled]:
+    lm: Any, prompts: Sequence[Sequence[int]], arguments: TrainArguments, *, ends: Sequence[int], pad_id: int,
+    greedy: bool = False, synced: bool = False, decoder: Decoder | None = None,
+) -> list[Sampled]:  # fmt: skip
     """One completion of each prompt, drawn from torch's global generator, in one padded batch.
 
     A prompt that stands several times in a row runs through the model once, and completions that have ended leave the
     batch. synced: every rank calls the model as often as the others, as FSDP2's collectives need. decoder: of
     `lm`; None: one with the model's cache, where it keeps one. Raises RunError where logits are NaN.
     """
-    decode, draw = decoder or Decoder(lm), _Draw(arguments, greedy)
+    decode = decoder or Decoder(lm)
     distinct = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
     rows = torch.arange(len(distinct)).repeat_interleave(torch.tensor([count for _, count in distinct]))
     logits = decode.start(*left_padded([prompt for prompt, _ in distinct], pad_id, lm.device))
@@ -66,7 +57,7 @@ def generate(
 
     batch = list(range(len(prompts)))  # the completion of each row
     for length in range(1, arguments.max_completion_length + 1):
-        ids, logps, kept = draw(logits)
+        ids, logps, kept = draw(logits, arguments, greedy)
         drawn = torch.stack([ids.double(), logps.double()], dim=1).tolist()  # both are exact; a GPU is waited for once
         if any(math.isnan(logp) for _, logp in drawn):
             raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
@@ -84,7 +75,7 @@ def generate(
     return [
         Sampled([id for id, _, _ in tokens], has_ended(i),
                 torch.tensor([logp for _, logp, _ in tokens], dtype=torch.float32),
-                [kept for _, _, kept in tokens] if draw.keeps_ids else None)
+                [ids for _, _, ids in tokens] if kept is not None else None)
         for i, tokens in enumerate(sampled)
     ]  # fmt: skip
 
@@ -97,34 +88,23 @@ def _on_any_rank(flag: bool, synced: bool, device: Any) -> bool:
     return bool(found)
 
 
-# --- drawing ----------------------------------------------------------------------------------------------------------
-
-
-class _Draw:
-    """Draws a token of each row, and notes where it comes from.
+def draw(scores: Any, arguments: TrainArguments, greedy: bool) -> tuple[Tensor, Tensor, list[list[int]] | None]:
+    """A token of each row of logits (B, V): ids (B,), their log-probabilities (B,) in nats, and the ids that truncated
+    sampling kept.
 
     The model's generation_config has no say: its top_k or repetition penalty would sample from another distribution
     than the one that the loss scores.
     """
-
-    def __init__(self, arguments: TrainArguments, greedy: bool):
-        a, self.greedy = arguments, greedy
-        self.temperature = 1.0 if self.greedy else float(a.temperature)
-        self.rule = Truncation(a.top_k, a.top_p)
-        self.keeps_ids = a.truncates and not self.greedy
-
-    def __call__(self, scores: Any) -> tuple[Tensor, Tensor, list[list[int]] | None]:
-        """(ids (B,), their log-probabilities (B,) in nats, the ids that truncated sampling kept) of logits (B, V)."""
-        if self.temperature != 1.0:
-            scores = scores / self.temperature
-        ids = None
-        if self.keeps_ids:
-            keep = truncate(scores, self.rule)
-            scores = scores.masked_fill(~keep, -math.inf)
-            ids = [row.tolist() for row in keep.nonzero()[:, 1].split(keep.sum(1).tolist())]
-        logps = scores.log_softmax(-1)
-        drawn = logps.argmax(-1, keepdim=True) if self.greedy else _drawn(logps.exp())
-        return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), ids
+    if not greedy and arguments.temperature != 1.0:
+        scores = scores / float(arguments.temperature)
+    kept = None
+    if arguments.truncates and not greedy:
+        keep = truncate(scores, Truncation(arguments.top_k, arguments.top_p))
+        scores = scores.masked_fill(~keep, -math.inf)
+        kept = [row.tolist() for row in keep.nonzero()[:, 1].split(keep.sum(1).tolist())]
+    logps = scores.log_softmax(-1)
+    drawn = logps.argmax(-1, keepdim=True) if greedy else _drawn(logps.exp())
+    return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), kept
 
 
 def _drawn(probabilities: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from . import RunError
 from .arguments import TrainArguments
+from .ranks import whole
 from .rollout import Sampled
 
 
@@ -113,13 +113,13 @@ def _weights(lm: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in lm.named_parameters():
         if "lora_" in name or ".original_module." in name:
             continue
-        whole = _whole(parameter)
+        value = whole(parameter.detach())
         layer: Any = modules.get(name.removesuffix(".base_layer.weight"))
         if name.endswith(".base_layer.weight") and hasattr(layer, "get_delta_weight"):
             for adapter in layer.active_adapters:
-                whole = whole + _whole(layer.get_delta_weight(adapter)).to(whole.dtype)
+                value = value + whole(layer.get_delta_weight(adapter)).to(value.dtype)
         plain = name.removeprefix("base_model.model.").replace(".base_layer", "")  # without PEFT's wrappers
-        yield plain.replace(".modules_to_save.default", ""), whole
+        yield plain.replace(".modules_to_save.default", ""), value
 
 
 def check_adapter(lm: Any) -> None:
@@ -144,7 +144,3 @@ def _pack_again(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedEmbeddingMethod):
             method.process_weights_after_loading(module)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

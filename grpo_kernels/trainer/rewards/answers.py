@@ -60,14 +60,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def gold_number(answer: Any) -> Fraction:
-    """The right number of a row: GSM8K's solution that ends in "#### 42", or a number alone.
-
-    Raises:
-        ValueError: there is not exactly one.
-    """
+    """The right number of a row: GSM8K's solution that ends in "#### 42", or a number alone. Raises ValueError where
+    there is not exactly one."""
     text = str(answer)
-    gold = number_in(text.rsplit("####", 1)[-1])
-    if gold is None:
+    if (gold := number_in(text.rsplit("####", 1)[-1])) is None:
         raise ValueError(f'answer {text[-60:]!r} has no single number, alone or after "####"')
     return gold
 
@@ -125,9 +121,6 @@ def soft_overlong(completion_ids: Sequence[Sequence[int]], value: int, max_lengt
     """DAPO's penalty of long completions (arXiv:2503.14476, equation 13): from 0 to -1 over the last `value` tokens
     before max_length."""
     return [-min(max(0.0, (len(ids) - max_length + value) / value), 1.0) for ids in completion_ids]
-
-
-# ---- the values of "name=value", from their text; they raise ValueError ----------------------------------------------
 
 
 def compiled(text: str, max_length: int) -> re.Pattern[str]:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import RunError
+from .. import RunError, reason_of
 from ..data import MOST_LEVELS, is_flat
 from . import answers
 from .answers import TAGS
 from .worker import Result, Worker, call, find, importable_name
 
-NAN = float("nan")
+NAN = math.nan
 LARGEST = torch.finfo(torch.float32).max  # rewards become float32
 GOLDEN_RATIO = 0.618034
 MOST_LATE = 8
@@ -48,10 +48,10 @@ BUILT_IN = {
 
 
 class Failure(NamedTuple):
-    """A reward function that failed. row: the completion within the batch; None: all of them."""
+    """A reward function that failed. row: the completion within the batch."""
 
     name: str
-    row: int | None
+    row: int
     message: str
     traceback: str
 
@@ -122,7 +122,7 @@ class Function:
             arguments = pickle.dumps(given | self.constants)
             return self.worker.call(arguments) if self.worker else call(self.function, pickle.loads(arguments))
         except Exception as error:  # of what a column holds, or of a process that cannot start again
-            raise RunError(f"reward {self.name!r} cannot be called: {type(error).__name__}: {error}") from error
+            raise RunError(f"reward {self.name!r} cannot be called: {reason_of(error)}") from error
 
     def call_each(self, given: dict[str, list[Any]], state: dict[str, Any]) -> list[Result]:
         """Calls it for each completion alone, in an order that is spread over the batch: where the first MOST_LATE time
@@ -166,19 +166,11 @@ class Function:
 class Rewards:
     """Reward functions and their weights.
 
-    Args:
-        specs: each a built-in name, "module:function", "path/file.py:function", "package.module.function", or a
-            callable. Signature as in TRL: function(prompts, completions, completion_ids, trainer_state, log_metric,
-            log_extra, **columns) -> list of float, None, or list of float (rewards of steps); async functions as well.
-            None: the function does not apply to this completion. NaN, infinity or an exception: it stays unscored.
-        weights: of the functions, 1 by default.
-        timeout: seconds of CPU time for a call of a function of the user's, which then runs in a process of its own,
-            which has to be able to import it. A call that takes longer or raises is repeated for each completion alone,
-            to find those that fail.
-        max_length: max_completion_length, which soft_overlong reads.
-
-    Raises:
-        ValueError: an unknown function, two of the same name, weights that do not fit.
+    specs: each a built-in name, "module:function", "path/file.py:function", "package.module.function", or a callable.
+    Signature as in TRL: function(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns)
+    -> list of float, None, or list of float (rewards of steps); async functions as well. A call that raises, or takes
+    more CPU time than `timeout` seconds, is repeated for each completion alone, to find those that fail. max_length:
+    max_completion_length. Raises ValueError for an unknown function, two of the same name, weights that do not fit.
     """
 
     def __init__(
@@ -197,12 +189,8 @@ class Rewards:
             raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
 
     def check(self, columns: dict[str, list[Any]]) -> None:
-        """Tries whether the functions can score each row of a data set.
-
-        Raises:
-            ValueError: a missing column, one that the trainer passes itself, or a row whose answer a built-in function
-                cannot read, by its number from 0.
-        """
+        """Raises ValueError for a missing column, one that the trainer passes itself, or a row, by its number from 0,
+        whose answer a built-in function cannot read."""
         if taken := sorted(columns.keys() & GIVEN):
             raise ValueError(f"the data has the column {taken[0]!r}, which rewards get from the trainer; rename it")
         for function in self.functions:
@@ -218,34 +206,23 @@ class Rewards:
                     raise ValueError(f"row {row}, reward {function.name!r}: {error}") from None
 
     def check_form(self, tokenizer: Any, prompts: Sequence[Any]) -> None:
-        """Tells "format" whether the chat template ends `prompts` (of data.py) with its first tag.
-
-        Raises:
-            ValueError: it would be 0 for every completion: the text that rewards get lacks its tags, for which the
-                tokenizer has no ordinary tokens.
-        """
+        """Tells "format" whether the chat template ends `prompts` (of data.py) with its first tag. Raises ValueError
+        where the tokenizer has no ordinary tokens for its tags: the text that rewards get would lack them."""
         for function in self.functions:
             if function.function is not answers.format:
                 continue
             ids = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in TAGS}
             if lost := [tag for tag in TAGS if tag not in tokenizer.decode(ids[tag], skip_special_tokens=True)]:
-                raise ValueError(
-                    "reward 'format' would be 0 for every completion: the text that rewards get never has "
-                    f"{', '.join(lost)}, for which the tokenizer has special tokens, or none"
-                )
+                why = f"no text of theirs has {', '.join(lost)}, for which the tokenizer has special tokens, or none"
+                raise ValueError(f"reward 'format' would be 0 for every completion: {why}")
             chats = (p for p in prompts if not isinstance(p.prompt, str) and p.prompt[-1]["role"] != "assistant")
             first = next((tokenizer.decode(p.ids) for p in chats), "")
             function.constants["opens"] = first.rstrip().endswith(TAGS[0])
 
     def score(
-        self,
-        *,
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-        columns: dict[str, list[Any]],
-        step: int,
-    ) -> RewardBatch:
+        self, *, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
+        columns: dict[str, list[Any]], step: int,
+    ) -> RewardBatch:  # fmt: skip
         """Scores B completions; raises RunError for a result of the wrong length or type."""
         given = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         state, count = {"trainer_state": SimpleNamespace(global_step=step)}, len(completions)
@@ -258,13 +235,13 @@ class Rewards:
             batch.seconds[function.name] = time.perf_counter() - start
             values = [value for result in results for value in function.values(result, count // len(results))]
             table.append(values)
-            batch.by_name[function.name] = torch.tensor([value.number for value in values], dtype=torch.float32)
             failures = [Failure(function.name, row, *value.error) for row, value in enumerate(values) if value.error]
             batch.failures += failures
             if failures and len(failures) == count:
-                batch.fatal = batch.fatal or failures[0]._replace(row=None)
+                batch.fatal = batch.fatal or failures[0]
             _log(results, count, batch)
         numbers = torch.tensor([[value.number for value in values] for values in table], dtype=torch.float64)
+        batch.by_name = dict(zip(self.names, numbers.float(), strict=True))
         weighted = numbers * torch.tensor(self.weights, dtype=torch.float64)[:, None]
         weighted[:, [failure.row for failure in batch.failures]] = NAN
         batch.total = weighted.nansum(0).masked_fill(weighted.isnan().all(0), NAN).float()
@@ -273,7 +250,7 @@ class Rewards:
         if batch.fatal is None and count and not batch.total.isfinite().any():
             names = ", ".join(self.names)
             text = f"no completion of step {step} was scored: {names} gave None or failed for each"
-            batch.fatal = Failure(names, None, text, batch.failures[0].traceback if batch.failures else text)
+            batch.fatal = Failure(names, 0, text, batch.failures[0].traceback if batch.failures else text)
         return batch
 
     def close(self) -> None:

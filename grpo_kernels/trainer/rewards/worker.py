@@ -50,11 +50,8 @@ def failed(message: str, *, late: bool = False) -> Result:
 
 
 def find(spec: str) -> Callable[..., Any]:
-    """Returns the function of "module:function", "package.module.function" or "path/file.py:function".
-
-    Raises:
-        ValueError: there is no such file, module or function, or it is no function.
-    """
+    """Returns the function of "module:function", "package.module.function" or "path/file.py:function". Raises
+    ValueError where there is no such file, module or function, or it is no function."""
     module_name, _, name = spec.partition(":") if ":" in spec else spec.rpartition(".")
     if not module_name or not name or spec.endswith(".py"):
         raise ValueError(f"reward {spec!r} names no function; expected module:function or path/file.py:function")
@@ -133,9 +130,6 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
     return Result(value, metrics, extra)
 
 
-# ---- the process -----------------------------------------------------------------------------------------------------
-
-
 def serve(trainer: Connection) -> None:
     """Answers each call, in the process, until the trainer closes the connection or ends."""
     if sys.platform == "linux":
@@ -198,11 +192,7 @@ class Worker:
 
     def call(self, arguments: bytes) -> Result:
         """Calls it with pickled arguments; a call that takes too long, or that ends its process, gives a Result with an
-        error.
-
-        Raises:
-            ValueError: the function cannot be found in the process.
-        """
+        error. Raises ValueError where the function cannot be found in the process."""
         if self.process is None:
             self._connection, other = Pipe()
             fd = other.fileno()
