@@ -12,11 +12,12 @@ from pathlib import Path
 from . import RunError, evaluate
 from . import demo as demonstration
 from .arguments import DEMO, TrainArguments, make_parser, parse
+from .decoding import MIB
 from .loop import Trainer
 from .memory import peak, restart_peak
 from .ranks import Ranks
 from .records import counted
-from .run import MIB, Run, advice_on_memory
+from .run import Run, advice_on_memory
 from .tasks import ARITHMETIC_MODEL
 
 

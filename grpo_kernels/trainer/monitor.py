@@ -122,21 +122,9 @@ def entropy(h: History) -> float:
     return h.mean("entropy") / max(1e-9, min(ENTROPY, ENTROPY_OF_START * h.start_mean("entropy")))
 
 
-def kl(h: History) -> float:
-    return min(h.least("kl") / KL_PER_TOKEN, h.least("kl_sequence") / KL_PER_SEQUENCE)
-
-
-def divergence(h: History) -> float:
-    return h.mean("divergence", SPAN) / max(KL_PER_TOKEN, DIVERGENCE_OF_START * h.start_mean("divergence"))
-
-
 def gradient_norm(h: History) -> float:
     before = h.last("grad_norm", HISTORY)[:-SOON]
     return h.least("grad_norm") / max(1e-9, median(before)) if len(before) >= SPAN else NAN
-
-
-def dead_groups(h: History) -> float:
-    return NAN if h.is_solved() else h.mean("zero_gradient_groups") - h.mean("all_max_groups")
 
 
 def growth(h: History) -> float:
@@ -192,18 +180,22 @@ RULES = {
         f"{ENTROPY_OF_START:.0%} of the start), completions of a group repeat, and the reward does not rise.",
         "Raise entropy_coef or the temperature, or epsilon_high where tokens are clipped above it; lower the learning "
         "rate.", below=True),
-    "kl_explosion": Rule("KL explosion", ("kl",), kl, 1, 10,
+    "kl_explosion": Rule("KL explosion", ("kl",),
+        lambda h: min(h.least("kl") / KL_PER_TOKEN, h.least("kl_sequence") / KL_PER_SEQUENCE), 1, 10,
         f"For {SOON} steps, the KL to the reference policy is {{value:.3g}} times its limit, {KL_PER_TOKEN:g} nats per "
         f"token and {KL_PER_SEQUENCE:g} per sequence (threshold {{limit:g}}).",
         "Lower the learning rate, raise beta or set kl_target, and read the completions."),
-    "divergence_rises": Rule("Divergence to the teacher rises", ("divergence",), divergence, 1, math.inf,
+    "divergence_rises": Rule("Divergence to the teacher rises", ("divergence",),
+        lambda h: h.mean("divergence", SPAN) / max(KL_PER_TOKEN, DIVERGENCE_OF_START * h.start_mean("divergence")),
+        1, math.inf,
         f"The divergence to the teacher is {{value:.3g}} times its limit (threshold {{limit:g}}): "
         f"{DIVERGENCE_OF_START:g} times the first {SPAN} steps, and at least {KL_PER_TOKEN:g} nats per token.",
         "Lower the learning rate; beside rewards, raise distill_coef, or take them for what moves the policy away."),
     "gradient_instability": Rule("Gradient instability", ("grad_norm",), gradient_norm, 4, 10,
         f"For {SOON} steps, the gradient norm is {{value:.3g}} times the median before (threshold {{limit:g}}).",
         "Lower the learning rate or max_grad_norm; look for extreme advantages and ratios at this step."),
-    "no_learning_signal": Rule("No learning signal", ("zero_gradient_groups",), dead_groups, 0.5, 0.9,
+    "no_learning_signal": Rule("No learning signal", ("zero_gradient_groups",),
+        lambda h: NAN if h.is_solved() else h.mean("zero_gradient_groups") - h.mean("all_max_groups"), 0.5, 0.9,
         f"{{value:.0%}} of the groups of {WINDOW} steps have equal rewards and no gradient (threshold {{limit:.0%}}, "
         "all-correct ones not counted).",
         "Check the reward function on samples.jsonl; choose other prompts, raise num_generations, or set "

@@ -27,7 +27,7 @@ from .arguments import TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import CONFIG, RUN, STATE, Progress, check_state, claim_folder, norm, prune, read_checkpoint
 from .data import Prompt, fingerprint, load_prompts
-from .decoding import choose_decoder
+from .decoding import MIB, choose_decoder
 from .files import lock_folder, remove_leftovers, write_atomically, write_json
 from .log import RunLog
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
@@ -49,7 +49,6 @@ class Given(NamedTuple):
 
 
 NOTHING = Given({})
-MIB = 2**20
 # Of allocators that raise RuntimeError: torch's for CPUs, cuBLAS, CUDA's runtime.
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
 

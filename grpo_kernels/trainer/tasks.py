@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 Row: TypeAlias = "dict[str, Any]"
 Rows: TypeAlias = tuple[list[Row], list[Row]]  # to train on, held out
 ARITHMETIC = "arithmetic"
-ARITHMETIC_SUMS = "sums are written ones first: 40+56= goes on with 69"
-ARITHMETIC_MODEL = f"arithmetic model ({ARITHMETIC_SUMS})"
+ARITHMETIC_MODEL = "arithmetic model (sums are written ones first: 40+56= goes on with 69)"
 HELD_OUT = 400  # problems of the arithmetic task
 LARGEST_ROWS, LARGEST_HELD_OUT = 512, 64
 
