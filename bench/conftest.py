@@ -10,14 +10,13 @@ from grpo_kernels.commands.bench.peers import select
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("grpo-kernels")
-    group.addoption("--set", default="quick", choices=tuple(SETS), help="which cases; default: quick")
-    group.addoption("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: the GPU, if any")
+    parser.addoption("--set", default="quick", choices=tuple(SETS), help="which cases; default: quick")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.addoption("--device", default=here, help="default: the GPU, if any")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = torch.device(metafunc.config.getoption("--device"))
-    timed = [job for job in jobs(metafunc.config.getoption("--set"), device.type) if job.timed]
+    timed = [job for job in jobs(metafunc.config.getoption("--set"), device.type) if job.rounds != 0]
     steps = [(job.case, name, device) for job in timed for name in select(job.against)]
-    ids = [f"{case}, {name}" for case, name, _ in steps]
-    metafunc.parametrize(("case", "name", "device"), steps, ids=ids)
+    metafunc.parametrize(("case", "name", "device"), steps, ids=str)

@@ -14,7 +14,6 @@ mean is taken for the bias.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import rejection_mask, rollout_weights
+from grpo_kernels.commands.bench.machine import environment, write
 
 TOKENS, BATCH = 8, 5000
 Weights = Callable[[Tensor, Tensor, Tensor], Tensor]  # of old and rollout log-probabilities (B, T) and advantages (B,)
@@ -86,59 +86,44 @@ def estimates(p: Tensor, states: Tensor, tokens: Tensor, w: Tensor) -> Tensor:
     return taken - (visits[:, :, None] * p).flatten(1)
 
 
-class Moments:
-    def __init__(self) -> None:
-        self.total, self.square, self.count = torch.zeros(TOKENS**2, dtype=torch.float64), 0.0, 0
-
-    def add(self, x: Tensor) -> None:
-        self.total = self.total + x.sum(0)
-        self.square += x.square().sum().item()
-        self.count += len(x)
-
-    @property
-    def mean(self) -> Tensor:
-        return self.total / self.count
-
-    @property
-    def variance(self) -> float:
-        return self.square / self.count - self.mean.square().sum().item()
-
-
 def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, float]]:
     g = torch.Generator().manual_seed(0)
     z, noise = torch.randn(2, TOKENS, TOKENS, generator=g, dtype=torch.float64)
     p, engine = z.softmax(1), (z + spread * noise).softmax(1)
     (own_baseline, gradient), (baseline, _) = exact(z, length), exact(z + spread * noise, length)
-    own, plain, paired = Moments(), {n: Moments() for n in WEIGHTS}, {n: Moments() for n in WEIGHTS}
-    numbers: dict[str, list[Tensor]] = {name: [] for name in WEIGHTS}  # of weights: mean, mean square, share of zeros
-    gap = 0.0
-    for _ in range(sequences // BATCH):
+    names, batches, gap = list(WEIGHTS), sequences // BATCH, 0.0
+    # Means of estimates and of their squared norms: of the policy's own samples, of each way, and of its difference to
+    # the exact one. Of weights: mean, mean square, share of zeros.
+    mean = torch.zeros(1 + 2 * len(names), TOKENS**2, dtype=torch.float64)
+    square, numbers = mean.new_zeros(len(mean)), mean.new_zeros(len(names), 3)
+    for _ in range(batches):
         states, tokens = sample(p, length, g)
         advantage = (tokens == 0).double().mean(1) - own_baseline
-        own.add(estimates(p, states, tokens, advantage[:, None].expand_as(states)))
+        own = estimates(p, states, tokens, advantage[:, None].expand_as(states))
         states, tokens = sample(engine, length, g)
         old, sampled = (x.log()[states, tokens] for x in (p, engine))
-        advantage, found = (tokens == 0).double().mean(1) - baseline, {}
-        for name, weights in WEIGHTS.items():
-            w = weights(old, sampled, advantage).expand_as(old)
-            found[name] = estimates(p, states, tokens, w * advantage[:, None])
-            numbers[name].append(torch.stack([w.mean(), w.square().mean(), (w == 0).double().mean()]))
-        for name, x in found.items():
-            plain[name].add(x)
-            paired[name].add(x - found[EXACT])
-        gap += (old - sampled).abs().mean().item() * BATCH / sequences
-    rows = {"engine": {"mean_difference": gap}}
-    for name in WEIGHTS:
-        ways = [((plain[name].mean - gradient), plain[name]), (paired[name].mean, paired[name])]
-        bias, moments = min(ways, key=lambda way: way[1].variance) if name != EXACT else ways[0]
-        mean, square, zeros = torch.stack(numbers[name]).mean(0).tolist()
-        size, error = gradient.norm().item(), (moments.variance / moments.count) ** 0.5
+        advantage = (tokens == 0).double().mean(1) - baseline
+        weights = [WEIGHTS[name](old, sampled, advantage).expand_as(old) for name in names]
+        found = torch.stack([estimates(p, states, tokens, w * advantage[:, None]) for w in weights])
+        found = torch.cat([own[None], found, found - found[names.index(EXACT)]])
+        mean += found.mean(1) / batches
+        square += found.square().sum(2).mean(1) / batches
+        numbers += torch.tensor([[w.mean(), w.square().mean(), (w == 0).double().mean()] for w in weights]) / batches
+        gap += (old - sampled).abs().mean().item() / batches
+    variance = square - mean.square().sum(1)
+    size, rows = gradient.norm().item(), {"engine": {"mean_difference": gap}}
+    for i, name in enumerate(names):
+        plain, paired = 1 + i, 1 + len(names) + i
+        by_difference = name != EXACT and variance[paired] < variance[plain]
+        bias = mean[paired] if by_difference else mean[plain] - gradient
+        error = (variance[paired if by_difference else plain].item() / (batches * BATCH)) ** 0.5
+        of_weights, of_squares, zeros = numbers[i].tolist()
         rows[name] = {
             "bias": max(bias.square().sum().item() - error**2, 0.0) ** 0.5 / size,
             "error": error / size,
             "cosine": torch.cosine_similarity(gradient + bias, gradient, dim=0).item(),
-            "noise": plain[name].variance / own.variance,
-            "effective_sample": mean * mean / square if square else 0.0,
+            "noise": (variance[plain] / variance[0]).item(),
+            "effective_sample": of_weights**2 / of_squares if of_squares else 0.0,
             "zeros": zeros,
         }
     return rows
@@ -165,9 +150,8 @@ def main() -> None:
     ]
     print(table(cases))
     if given.output:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        found = {"sequences": given.sequences, "torch": torch.__version__, "cases": cases}
-        given.output.write_text(json.dumps(found, indent=1) + "\n")
+        here = environment(torch.device("cpu"))
+        write(given.output, {"environment": here, "sequences": given.sequences, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -39,19 +39,18 @@ BACKENDS = ("cuda", "triton")
 LIMITS = dict(build=300, check=120, headline=150, tests=200, trl_step=150)
 SILENCE = 90.0
 VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", which take the backend of "auto"
-# Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
-BENCHES = {"headline": ("headline", 5), "benchmark": ("heads", 5)}
+BENCHES = {"headline": "headline", "benchmark": "heads"}  # stages that are a set of `grpo-kernels bench`
 # Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
 TESTS = ("-n", "4", "--maxschedchunk", "1", "--tb=short", "-o", "faulthandler_exit_on_timeout=true")
 UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
+IS_OVER = "stopped: the time of all is up"
 
 
 class Ended(NamedTuple):
-    """How a command ended: its output, and why it failed, in a line, or nothing. `is_over`: the time of all was up."""
+    """How a command ended: its output, and why it failed, in a line, or nothing."""
 
     output: str
     failure: str = ""
-    is_over: bool = False
 
 
 class Report:
@@ -84,7 +83,7 @@ class Report:
     def judge(self, what: str, ended: Ended, backend: str = "") -> Ended:
         """Records the failure of a command, if it is one; to be out of time is not the fault of its backend."""
         if ended.failure:
-            self.fail(f"{what}: {ended.failure}", "" if ended.is_over else backend)
+            self.fail(f"{what}: {ended.failure}", "" if ended.failure == IS_OVER else backend)
         return ended
 
     def python(self, *arguments: object, limit: float = math.inf) -> Ended:
@@ -101,7 +100,7 @@ class Report:
             try:
                 process.wait(min(limit, left))
             except subprocess.TimeoutExpired:
-                why = f"stopped after {min(limit, left):.0f} s"
+                why = IS_OVER if left < limit else f"stopped after {limit:.0f} s"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -114,7 +113,7 @@ class Report:
         if process.returncode and not why:
             last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
             why = f"exit status {process.returncode}: {last[:300]}"
-        return Ended(output, why, left < limit and why.startswith("stopped"))
+        return Ended(output, why)
 
 
 def digest_of_sources() -> str:
@@ -161,10 +160,9 @@ def build(report: Report) -> None:
     left_out = report.data["left_out"]
     report.data["left_out"] = {name: why for name, why in left_out.items() if not why.startswith(UNAVAILABLE)}
     ended = report.python("-m", "grpo_kernels", "env", "--json", limit=120)
-    found: dict[str, Any] = {}
+    found = report.data["environment"] = {}
     with contextlib.suppress(ValueError):  # it failed; warnings may stand before and after the JSON
-        found, _ = json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])
-    report.data["environment"] = found
+        found |= json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])[0]
     for name in BACKENDS:
         if reason := found.get("backends", {}).get(name, ended.failure):
             report.fail(f"{UNAVAILABLE}{name}: {reason}", name)
@@ -185,14 +183,14 @@ def check(report: Report) -> None:
 
 def bench(report: Report, stage: str) -> None:
     """A set of `grpo-kernels bench`, which names who hangs, crashes or is wrong; its document goes into the report."""
-    (name, rounds), limit = BENCHES[stage], LIMITS.get(stage, math.inf)
+    name, limit = BENCHES[stage], LIMITS.get(stage, math.inf)
     output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
     options = ["--set", name]
     if report.options.shapes:
         against = ["--against", "ours-cuda", "ours-triton"] if name == "headline" else []
         options = ["--shapes", *report.options.shapes, *against]
     minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
-    command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", rounds, "--no-figures"]
+    command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", 5, "--no-figures"]
     command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
     command += ["--silence", report.options.silence]
     excluded = [f"ours-{backend}" for backend in left_out]

@@ -6,10 +6,11 @@ the markers of README.md and bench/README.md.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from grpo_kernels.commands.bench import figures
 from grpo_kernels.commands.bench.cases import Case
 from grpo_kernels.commands.bench.command import memory_text, table
-from grpo_kernels.commands.bench.machine import Document, read
+from grpo_kernels.commands.bench.machine import Document
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
@@ -45,18 +46,16 @@ def main() -> None:
             (path,) = figures.draw(document, FIGURES, f"{Path(name).stem}-", wanted)
             sections.append(f"![{CAPTIONS[wanted]}](figures/{path.name})")
     with rc_context(figures.STYLE):
-        truncated(read(RESULTS / "truncated" / "learning.json")).savefig(
-            FIGURES / "truncated-sampling.png", dpi=figures.DPI
-        )
+        truncated(load("truncated/learning.json")).savefig(FIGURES / "truncated-sampling.png", dpi=figures.DPI)
     rewrite(ROOT / "README.md", summary(documents))
     rewrite(ROOT / "bench/README.md", *sections)
 
 
 def load(name: str) -> Document:
     """Returns a document of `grpo-kernels bench`, which bench/gpu.py has inside its own."""
-    document = read(RESULTS / name)
-    found: Document = document if "cases" in document else document["targets"]
-    for case in found["cases"]:
+    document = json.loads((RESULTS / name).read_text())
+    found: Document = document.get("targets", document)
+    for case in found.get("cases", ()):
         case["case"].pop("divergence", None)  # "" in these files, of an earlier revision
     return found
 
@@ -71,16 +70,13 @@ def truncated(document: Document) -> Figure:
     """Draws the runs of truncated_sampling.py: a line for each seed, of means over ten steps."""
     title = "The times table, sampled with top_k 20 of 256 ids: three seeds"
     figure, axes = figures.sheet(document, title, 2, 2.6)
-    keys = {
-        "reward": "reward",
-        "sampling/importance_sampling_ratio/mean": "mean weight of a sequence: importance ratio, at most 3",
-    }
-    for axis, (key, name) in zip(axes, keys.items(), strict=True):
+    ratio = "sampling/importance_sampling_ratio/mean"
+    names = {"reward": "reward", ratio: "mean weight of a sequence: importance ratio, at most 3"}
+    for axis, (key, name) in zip(axes, names.items(), strict=True):
         for trainer, colour in (("TRL", "trl"), ("FusedGRPOTrainer", "ours")):
             for seed, run in enumerate(document["runs"][trainer]):
-                values = run[key]
-                means = [sum(values[i : i + 10]) / 10 for i in range(len(values) - 9)]
-                label = trainer if seed == 0 else None
+                means = [sum(run[key][i : i + 10]) / 10 for i in range(len(run[key]) - 9)]
+                label = None if seed else trainer
                 axis.plot(range(5, 5 + len(means)), means, color=figures.COLOURS[colour], label=label)
         axis.set(title=name, xlabel="optimizer step", ylim=0)
         axis.legend(frameon=False)
@@ -134,38 +130,32 @@ def _is_narrow(case: dict[str, Any]) -> bool:
     return case["head"] == "custom" and case["tokens"] < 4096
 
 
-class Pair(NamedTuple):
-    """Of a step: its tokens, a trainer's time over ours, and our peak of memory over its; None where not measured."""
+def ratios(document: Document) -> Iterator[tuple[int, str, str, float]]:
+    """Yields (tokens, trainer, what, ratio) of the steps of models' heads in which every token has a gradient.
 
-    trainer: str
-    tokens: int
-    faster: float | None
-    memory: float | None
-
-
-def comparisons(document: Document) -> Iterator[Pair]:
-    """Yields each trainer beside ours, in the steps of models' heads in which every token has a gradient."""
+    what: "time", a trainer's over ours; "memory", our peak over its.
+    """
     for case in filter(figures.is_plain_step, document["cases"]):
-        ours = case["implementations"].get("ours", {})
-        for name in TRAINERS if not _is_narrow(case["case"]) else ():
-            one = case["implementations"].get(name, {})
-            faster = 1 / one["ours_to_this"] if "ours_to_this" in one else None
-            memory = ours["peak_bytes"] / one["peak_bytes"] if "peak_bytes" in ours.keys() & one.keys() else None
-            if faster or memory:
-                yield Pair(name, case["case"]["tokens"], faster, memory)
+        tokens, found = case["case"]["tokens"], case["implementations"]
+        peak = found.get("ours", {}).get("peak_bytes")
+        for name in TRAINERS.keys() & found.keys() if not _is_narrow(case["case"]) else ():
+            one = found[name]
+            if "ours_to_this" in one:
+                yield tokens, name, "time", 1 / one["ours_to_this"]
+            if peak and "peak_bytes" in one:
+                yield tokens, name, "memory", peak / one["peak_bytes"]
 
 
 def summary(documents: dict[str, Document]) -> str:
     """Returns how many times the time of ours a step of each trainer takes, and ours of its memory, over all cases."""
     titles, rows, places = ["this package against"], {name: [title] for name, title in TRAINERS.items()}, []
     for where, files in PLACES.items():
-        pairs = [pair for name in files for pair in comparisons(documents[name])]
+        found = [one for name in files for one in ratios(documents[name])]
         titles += [f"{where}: faster", "memory, of theirs"]
-        for name, cells in rows.items():
-            own = [pair for pair in pairs if pair.trainer == name]
-            cells.append(_range([pair.faster for pair in own if pair.faster], ".1f", " x"))
-            cells.append(_range([pair.memory for pair in own if pair.memory], ".2f"))
-        counts = _range([pair.tokens for pair in pairs], ",")
+        for trainer, cells in rows.items():
+            for what, form, unit in (("time", ".1f", " x"), ("memory", ".2f", "")):
+                cells.append(_range([x for _, *of, x in found if of == [trainer, what]], form, unit))
+        counts = _range([tokens for tokens, *_ in found], ",")
         places.append(f"{place(documents[files[0]])}: {counts} tokens ({', '.join(files)}).")
     return f"""\
 A step (forward, backward, the head's gradient) of models' heads. Faster: their median time over ours, least to most of
@@ -176,8 +166,8 @@ all cases. Memory: our peak over theirs; above 1 ours takes more. `chunk_rows` b
 {fill(" ".join(places), 120)}"""
 
 
-def _range(ratios: Sequence[float], form: str, unit: str = "") -> str:
-    ends = [f"{end(ratios):{form}}" for end in (min, max)] if ratios else []
+def _range(numbers: Sequence[float], form: str, unit: str = "") -> str:
+    ends = [f"{end(numbers):{form}}" for end in (min, max)] if numbers else []
     return f"{' to '.join(dict.fromkeys(ends))}{unit}" if ends else ""
 
 

@@ -1,12 +1,11 @@
 """Seconds of sampling and of a step of `grpo-kernels train`: the plain loop, CUDA graphs, vLLM where it is installed.
 
-    python bench/sampling.py --device cuda --output bench/results/gpu/h100-sampling.json [--minutes 3]
+    python bench/sampling.py --device cuda --output bench/results/gpu/h100-sampling.json
     python bench/sampling.py                # a rehearsal: tiny, on the CPU, where the static cache has no graphs
 
 A Qwen2 of the 0.5B model's shape with random weights in bfloat16, prompts of 64 to 128 tokens with eight completions
 each, which have 128 tokens, as none ends. The first call of each way is apart, since graphs are captured in it; then
-they take turns. What is worth most comes first; the file is written after each part; one that fails, or that the time
-does not allow, is named.
+they take turns. What is worth most comes first, and the file is written after each part.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import random
 import statistics
 import tempfile
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +26,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_kernels.commands.bench.machine import describe, environment, package_version, synchronize, write
+from grpo_kernels.commands.bench.machine import environment, synchronize, write
+from grpo_kernels.commands.env import package_version
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.data import GIVEN_ROWS
 from grpo_kernels.trainer.decoding import Decoder, StaticDecoder, decoding_error
@@ -81,16 +80,15 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 
 def measure(lm: Any, ways: dict[str, Callable[[], list[Any]]], rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for turn in range(rounds + 1):
+    for name, sample in ways.items():
+        seconds, sampled = timed(sample, lm.device)
+        tokens = [len(s.ids) for s in sampled]
+        found[name] = {"first_seconds": seconds, "tokens": sum(tokens), "seconds": []}
+    for _ in range(rounds):
         for name, sample in ways.items():
-            seconds, sampled = timed(sample, lm.device)
-            if turn == 0:
-                found[name] = {"first_seconds": seconds, "tokens": sum(len(s.ids) for s in sampled), "seconds": []}
-            else:
-                found[name]["seconds"].append(seconds)
-    steps = max(len(s.ids) for s in sampled)
+            found[name]["seconds"].append(timed(sample, lm.device)[0])
     for report in found.values():
-        report["milliseconds_per_token"] = 1e3 * statistics.median(report["seconds"]) / steps
+        report["milliseconds_per_token"] = 1e3 * statistics.median(report["seconds"]) / max(tokens)
     return found
 
 
@@ -159,40 +157,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--output", type=Path, default=Path("build/sampling.json"))
     chosen = parser.parse_args(argv)
-    end, device, rounds = time.monotonic() + 60 * chosen.minutes, chosen.device, chosen.rounds
-    batches, length, prompts = SIZES[device]
-    data: dict[str, Any] = {
-        "environment": environment(torch.device(device)), "sampling": {}, "failed": {}, "not_run": [],
-        "settings": dict(zip(NAMES, SHAPES[device], strict=True)) | {
-            "dtype": "bfloat16", "length": length, "prompts": prompts, "generations": GENERATIONS, "rounds": rounds,
-        },
-    }  # fmt: skip
+    device, rounds, lm = chosen.device, chosen.rounds, make_model(chosen.device)
+    (first, *others), length, prompts = SIZES[device]
+    settings = {"dtype": "bfloat16", "length": length, "prompts": prompts, "generations": GENERATIONS, "rounds": rounds}
+    data: dict[str, Any] = {"environment": environment(torch.device(device)), "sampling": {}}
+    data["settings"] = dict(zip(NAMES, SHAPES[device], strict=True)) | settings
     data["environment"]["versions"]["vllm"] = package_version("vllm")
-    lm = make_model(device)
-    # What each part is expected to take on a GPU, in seconds.
-    parts: list[tuple[str, float, Callable[[], Any]]] = [
-        (str(rows), 25.0, partial(by_transformers, lm, device, rows, rounds)) for rows in batches
-    ]
-    parts.insert(1, ("train", 25.0, partial(train_steps, lm, device)))
+    sampling = {str(rows): partial(by_transformers, lm, device, rows, rounds) for rows in (first, *others)}
+    parts = {str(first): sampling[str(first)], "train": partial(train_steps, lm, device), **sampling}
     if data["environment"]["versions"]["vllm"]:
-        parts.append(("vllm", 75.0, partial(by_vllm, lm, device, rounds)))
-    for name, seconds, part in parts:
-        if time.monotonic() + seconds > end:
-            data["not_run"].append(name)
-            continue
-        try:
-            found = part()
-        except Exception as error:  # of many types: no memory, an engine that refuses
-            data["failed"][name] = describe(error)
-            traceback.print_exc()
-        else:
-            (data["sampling"] if name.isdecimal() else data)[name] = found
-            print(name, json.dumps(found), flush=True)
+        parts["vllm"] = partial(by_vllm, lm, device, rounds)
+    for name, part in parts.items():
+        found = (data["sampling"] if name in sampling else data)[name] = part()
+        print(name, json.dumps(found), flush=True)
         write(chosen.output, data)
-    write(chosen.output, data)
 
 
 if __name__ == "__main__":

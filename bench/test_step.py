@@ -10,7 +10,7 @@ which interleaves them, is behind the README's tables.
 
 from __future__ import annotations
 
-import functools
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -24,29 +24,22 @@ from grpo_kernels.commands.bench.peers import IMPLEMENTATIONS
 from grpo_kernels.commands.bench.reference import Reference, off_policy, reference
 
 
-@functools.lru_cache(maxsize=1)  # tests of one case follow one another
+@lru_cache(maxsize=1)  # tests of one case follow one another
 def batch(case: Case, device: torch.device) -> Inputs:
     return off_policy(make_inputs(case, device))
 
 
-@functools.lru_cache(maxsize=1)
-def exact(case: Case, device: torch.device, objective: str) -> Reference:
-    return reference(batch(case, device), case.mode, objective)
+@lru_cache(maxsize=1)
+def exact(case: Case, device: torch.device, objective: str) -> Reference | None:
+    return None if objective == "none" else reference(batch(case, device), case.mode, objective)
 
 
 def test_step(case: Case, name: str, device: torch.device, benchmark: Any) -> None:
-    objective, inputs = IMPLEMENTATIONS[name].objective, batch(case, device)
-    right = None if objective == "none" else exact(case, device, objective)
+    inputs, right = batch(case, device), exact(case, device, IMPLEMENTATIONS[name].objective)
     step, report = prepare(name, inputs, case.mode, right, device)
     if step is None and "missing" in report:
         pytest.skip(f"{name}: {report['missing']}")
     assert step is not None, report["error"]
-
-    def timed() -> object:
-        result = step(inputs)
-        synchronize(device)
-        return result
-
     benchmark.extra_info |= report
     benchmark.group = str(case)
-    benchmark(timed)
+    benchmark(lambda: (step(inputs), synchronize(device)))

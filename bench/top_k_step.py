@@ -7,19 +7,22 @@ of processor time, which other work on the machine stretches less.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 import grpo_kernels as gk
 from grpo_kernels.commands.bench.machine import environment, write
+from grpo_kernels.commands.bench.measure import interleave
 
 TOKENS, WIDTH, VOCAB, K, ROUNDS = 1024, 576, 49152, 100, 9
+CPU = torch.device("cpu")
 # Before the first run: of a token's 2 ms in one thread the search takes 0.1, gathers and O(K) arithmetic 0.06; the
 # normaliser is a fourth product, and "tail" takes the row's statistics twice.
 PREDICTED = {"renormalize": 1.08, "truncate": 1.42, "tail": 1.45, "K log-probabilities": 1.03, "top K": 1.2}
@@ -54,22 +57,27 @@ def steps() -> dict[str, Callable[[], Any]]:
 
 def main(output: Path) -> None:
     runs = steps()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for i in range(ROUNDS + 1):
-        for name in [*runs][i % len(runs) :] + [*runs][: i % len(runs)]:
-            begin = time.perf_counter(), time.process_time()
-            runs[name]()
-            if i:  # the first warms up
-                times[name].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
-    medians = {name: [statistics.median(x) for x in zip(*all_of_it, strict=True)] for name, all_of_it in times.items()}
+    spent: dict[str, list[float]] = {name: [] for name in runs}
+
+    def counted(name: str) -> None:
+        begin = time.process_time()
+        runs[name]()
+        spent[name].append(time.process_time() - begin)
+
+    for name in runs:  # the first call warms up
+        runs[name]()
+    times = dict(interleave({name: partial(counted, name) for name in runs}, ROUNDS, CPU, bases=runs))
     found = {}
-    for name, (wall, processor) in medians.items():
+    for name in runs:
         base = BASES.get(name, name if name in BASES.values() else "no teacher")
-        ratios = {"ratio": wall / medians[base][0], "processor_ratio": processor / medians[base][1]}
-        found[name] = {"base": base, **ratios, "predicted": PREDICTED.get(name), "seconds": wall, "times": times[name]}
-        print(f"{name:20} {wall:7.3f} s, of {base}: {ratios['ratio']:.3f}, processor {ratios['processor_ratio']:.3f}")
+        wall, processor = (median(x[name]) / median(x[base]) for x in (times, spent))
+        found[name] = {
+            "base": base, "ratio": wall, "processor_ratio": processor, "predicted": PREDICTED.get(name),
+            "seconds": median(times[name]), "times": list(zip(times[name], spent[name], strict=True)),
+        }  # fmt: skip
+        print(f"{name:20} {median(times[name]):7.3f} s, of {base}: {wall:.3f}, processor {processor:.3f}")
     case = {"tokens": TOKENS, "hidden_size": WIDTH, "vocab_size": VOCAB, "k": K, "dtype": "float32"}
-    write(output, {"environment": environment(torch.device("cpu")), "case": case, "steps": found})
+    write(output, {"environment": environment(CPU), "case": case, "steps": found})
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_kernels.commands.bench.command import memory_text, table
 from grpo_kernels.commands.bench.machine import environment, limit_memory, write
-from grpo_kernels.commands.bench.measure import seconds
+from grpo_kernels.commands.bench.measure import interleave
 from grpo_kernels.commands.bench.process import OnProgress, run_in_subprocess
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.trainer.memory import peak, restart_peak
@@ -41,23 +41,29 @@ MODELS = {
 LENGTHS = {"cpu": (32, 128), "cuda": (256, 4096)}  # of prompts and completions
 
 
+def trainer_of(
+    name: str, model: Any, words: dict[str, int], prompts: list[str], reward: Any, rollout: Any = None, **options: Any
+) -> Any:
+    """Returns TRL's trainer, or "FusedGRPOTrainer", of a model whose tokens are words."""
+    tokenizer = Tokenizer(models.WordLevel({**words, "<pad>": model.config.pad_token_id}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return (FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer)(
+        model=model, args=GRPOConfig(output_dir=tempfile.mkdtemp(), report_to="none", bf16=False, **options),
+        reward_funcs=reward, rollout_func=rollout, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+    )  # fmt: skip
+
+
 def make_trainer(name: str, device: str) -> Any:
     on_gpu, (prompt, length) = device == "cuda", LENGTHS[device]
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     ids = dict(pad_token_id=0, eos_token_id=1, max_position_embeddings=prompt + length)
-    config = LlamaConfig(**MODELS[device], **ids, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32)
-    args = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=ROWS, num_generations=ROWS, bf16=False,
-        max_completion_length=length, use_cpu=not on_gpu, report_to="none", gradient_checkpointing=on_gpu,
-        loss_type="dapo",
-    )  # fmt: skip
-    trainer = (FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer)(
-        model=model, args=args, reward_funcs=lambda **_: [0.0],
-        train_dataset=Dataset.from_dict({"prompt": ["x"] * ROWS}),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        model = LlamaForCausalLM(LlamaConfig(**MODELS[device], **ids, tie_word_embeddings=True))
+    trainer = trainer_of(
+        name, model.to(torch.bfloat16 if on_gpu else torch.float32), {"<eos>": 1}, ["x"] * ROWS, lambda **_: [0.0],
+        per_device_train_batch_size=ROWS, num_generations=ROWS, max_completion_length=length, use_cpu=not on_gpu,
+        gradient_checkpointing=on_gpu, loss_type="dapo",
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.to(device).train()
@@ -87,16 +93,16 @@ def step(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> None:
     trainer._compute_loss(trainer.model, batch).backward()
 
 
-def measure_peak_memory(name: str, device: str, on_progress: OnProgress) -> int | None:
+def measure_peak_memory(name: str, device_type: str, on_progress: OnProgress) -> int | None:
     """Returns the bytes of the first long step of a process; None where the system does not say."""
     limit_memory()
     on_progress(name)
-    trainer, batch = make_trainer(name, device), make_batch(device)
-    small = {key: x[:, :4] if x.dim() == 2 else x for key, x in batch.items()}
-    step(name, trainer, small)  # gradients exist from here on, and what libraries load lazily
-    before = restart_peak(torch.device(device))
+    device, trainer, batch = torch.device(device_type), make_trainer(name, device_type), make_batch(device_type)
+    # Gradients exist from here on, and what libraries load lazily.
+    step(name, trainer, {key: x[:, :4] if x.dim() == 2 else x for key, x in batch.items()})
+    before = restart_peak(device)
     step(name, trainer, batch)
-    return None if before is None else peak(torch.device(device)) - before
+    return None if before is None else peak(device) - before
 
 
 def main() -> None:
@@ -110,12 +116,14 @@ def main() -> None:
     peaks = {name: run_in_subprocess(measure_peak_memory, name, chosen.device) for name in NAMES}
     batch = make_batch(chosen.device)
     steps = {name: partial(step, name, make_trainer(name, chosen.device), batch) for name in NAMES}
-    rounds = [{name: seconds(one, device) for name, one in steps.items()} for _ in range(chosen.repeats + 1)][1:]
+    for one in steps.values():
+        one()
+    times = dict(interleave(steps, chosen.repeats, device, bases=NAMES))
     found, rows = {}, []
     for name in NAMES:
-        times, of_trl = [one[name] for one in rounds], statistics.median(one[name] / one["TRL"] for one in rounds)
-        found[name] = {"seconds": times, "of_trl": of_trl, "peak_bytes": peaks[name]}
-        rows.append((name, f"{statistics.median(times):.2f} s", f"{of_trl:.2f}", memory_text(found[name])))
+        of_trl = statistics.median(ours / theirs for ours, theirs in zip(times[name], times["TRL"], strict=True))
+        found[name] = {"seconds": times[name], "of_trl": of_trl, "peak_bytes": peaks[name]}
+        rows.append((name, f"{statistics.median(times[name]):.2f} s", f"{of_trl:.2f}", memory_text(found[name])))
     print(table(("trainer", "time", "of TRL", "peak MiB"), rows))
     settings = {"device": chosen.device, "repeats": chosen.repeats, **MODELS[chosen.device]}
     write(chosen.output, {"environment": environment(device), "settings": settings, "steps": {"dapo": found}})

@@ -9,7 +9,6 @@ Results go to bench/results/truncated; `make figures` draws the second.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,26 +148,14 @@ def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def run(name: str, seed: int) -> dict[str, list[float]]:
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
+    from trl_step import trainer_of
 
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
-
-    words = Tokenizer(models.WordLevel({**{str(i): i for i in DIGITS}, "x": TIMES, "=": EQUALS, "<eos>": EOS,
-                                        "<pad>": PAD}, unk_token="<pad>"))  # fmt: skip
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    args = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=64, num_generations=8, max_steps=STEPS, seed=seed,
-        learning_rate=1e-3, lr_scheduler_type="constant", max_completion_length=3, top_k=TOP_K, logging_steps=1,
-        report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
-        disable_tqdm=True,
-    )  # fmt: skip
-    trainer: Any = (FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer)(
-        model=policy(seed), args=args, reward_funcs=reward, rollout_func=engine,
-        train_dataset=Dataset.from_dict({"prompt": [f"{a} x {b} =" for a, b in PAIRS]}),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+    words = {**{str(i): i for i in DIGITS}, "x": TIMES, "=": EQUALS, "<eos>": EOS}
+    trainer = trainer_of(
+        name, policy(seed), words, [f"{a} x {b} =" for a, b in PAIRS], reward, engine, per_device_train_batch_size=64,
+        num_generations=8, max_steps=STEPS, seed=seed, learning_rate=1e-3, lr_scheduler_type="constant",
+        max_completion_length=3, top_k=TOP_K, logging_steps=1, use_cpu=True, gradient_checkpointing=False,
+        save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(sync_weights=lambda: None)
     trainer._last_loaded_step = -1

@@ -20,7 +20,6 @@ of single tokens, and whose denominator is known, does without this: pass `norma
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +30,8 @@ from ..head.vocab_parallel import check_group, exchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_TEXT = 128  # bytes of type and shape, which are compared as they are
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -46,16 +47,16 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     """
     check_group(group, "group")
     check_plain("x", x)
-    kind = zlib.crc32(repr((x.dtype, x.dim(), x.shape[1:])).encode())
-    found = exchange(group, x.device, (x.shape[0] if x.dim() else 0, kind))
-    if any(other != kind for _, other in found):
+    of_a_token = f"{x.dtype} of shape {tuple(x.shape[1:])} per token" if x.dim() else f"{x.dtype} of shape ()"
+    found = exchange(group, x.device, (len(x) if x.dim() else 0, *of_a_token.encode().ljust(_TEXT)[:_TEXT]))
+    sizes, texts = [size for size, *_ in found], [bytes(text).decode().rstrip() for _, *text in found]
+    if len(set(texts)) > 1:
         raise ValueError(
-            f"x is {x.dtype} of shape {tuple(x.shape)} on this rank of the group; expected the same type and, but for "
-            f"the number of tokens, the same shape on all ranks"
+            f"x is {', '.join(texts)} on the ranks of the group, in their order; expected the same type and, but for "
+            "the number of tokens, the same shape on all ranks"
         )
     if x.dim() == 0:
         raise ValueError("x has shape (); expected (N_r, ...), one entry per token of this rank")
-    sizes = [size for size, _ in found]
     with torch.no_grad():
         mine = x.new_zeros((max(sizes), *x.shape[1:]))  # gathers take parts of one size
         mine[: len(x)] = x

@@ -9,7 +9,7 @@ import torch
 
 
 def restart_peak(device: torch.device) -> int | None:
-    """Set the high-water mark of memory to what is held now, and return that; None where the system has none."""
+    """Sets the high-water mark to what is held now, and returns that in bytes; None where the system has none."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -21,7 +21,7 @@ def restart_peak(device: torch.device) -> int | None:
 
 
 def peak(device: torch.device) -> int:
-    """Bytes at the high-water mark, for after `restart_peak`."""
+    """Returns the bytes at the high-water mark since `restart_peak`."""
     found = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else bytes_of("/proc/self/status", "VmHWM")
     assert found is not None
     return found

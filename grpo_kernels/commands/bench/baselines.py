@@ -41,14 +41,19 @@ def gradients(loss: Tensor, logps: Tensor | None, inputs: Inputs) -> Result:
     return Result(loss.detach(), None if logps is None else logps.detach(), dhidden, rest[0] if rest else None)
 
 
-def from_logps(logps: Callable[[Inputs], Tensor], mode: str) -> Step:
-    """The step of an implementation that gives log-probabilities (B, T), with the objective in plain torch on top."""
+def make_step(
+    mode: str, logps: Callable[[Inputs], Tensor], loss: Callable[[Inputs], tuple[Tensor, Tensor | None]] | None = None
+) -> Step:
+    """Returns the step of an implementation that gives log-probabilities (B, T), and (loss (), log-probabilities or
+    None); without `loss` the objective in plain torch is on top of the log-probabilities."""
 
     def forward(inputs: Inputs) -> Result:
         with torch.no_grad():
             return Result(logps=logps(inputs))
 
     def backward(inputs: Inputs) -> Result:
+        if loss is not None:
+            return gradients(*loss(inputs), inputs)
         found = logps(inputs)
         return gradients(grpo_objective(found, inputs), found, inputs)
 
@@ -63,23 +68,22 @@ def ours(inputs: Inputs, mode: str, backend: str = "auto", **options: Any) -> St
         raise Unsupported("differs from ours in the gradient only")
     config = GRPOConfig(aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON, **options)
 
-    def forward(inputs: Inputs) -> Result:
-        with torch.no_grad():
-            logps, _ = fused_logps(
-                inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask,
-                sampling_mask=inputs.sampling_mask, backend=backend,
-            )  # fmt: skip
-        return Result(logps=logps)
+    def logps(inputs: Inputs) -> Tensor:
+        found, _ = fused_logps(
+            inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, sampling_mask=inputs.sampling_mask,
+            backend=backend,
+        )  # fmt: skip
+        return found
 
-    def step(inputs: Inputs) -> Result:
+    def loss(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         output = fused_grpo_loss(
             inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
             ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
             advantages=inputs.advantages, config=config, backend=backend,
         )  # fmt: skip
-        return gradients(output.loss, output.logps if config.score_inactive else None, inputs)
+        return output.loss, output.logps if config.score_inactive else None
 
-    return forward if mode == "forward" else step
+    return make_step(mode, logps, loss)
 
 
 def ours_unmasked(inputs: Inputs, mode: str) -> Step:
@@ -106,30 +110,21 @@ def floor(inputs: Inputs, mode: str) -> Step:
     return step
 
 
-def _logps(inputs: Inputs) -> Tensor:
-    logits = (inputs.hidden @ inputs.weight.T).float()
-    out = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
-    if out is not None:
-        logits = logits.masked_fill(out.view(logits.shape), -torch.inf)
-    return logits.log_softmax(-1).gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
-
-
-def _loss(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    logps = _logps(inputs)
-    return grpo_objective(logps, inputs), logps
-
-
 def eager(inputs: Inputs, mode: str, transform: Callable[..., Any] = lambda function: function) -> Step:
     """The objective in the same graph as the head."""
-    if mode == "forward":
-        return from_logps(transform(_logps), mode)
-    loss_and_logps = transform(_loss)
 
-    def step(inputs: Inputs) -> Result:
-        loss, logps = loss_and_logps(inputs)
-        return gradients(loss, logps, inputs)
+    def logps(inputs: Inputs) -> Tensor:
+        logits = (inputs.hidden @ inputs.weight.T).float()
+        out = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
+        if out is not None:
+            logits = logits.masked_fill(out.view(logits.shape), -torch.inf)
+        return logits.log_softmax(-1).gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
 
-    return step
+    def loss(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        found = logps(inputs)
+        return grpo_objective(found, inputs), found
+
+    return make_step(mode, transform(logps), transform(loss))
 
 
 compiled = partial(eager, transform=partial(torch.compile, fullgraph=True, dynamic=False))

@@ -106,13 +106,12 @@ BOTH = ("float32", "bfloat16")
 class Job:
     """A case, and the implementations measured in it: `select(against)` of peers.py.
 
-    `memory`: patterns of those whose memory a CPU measures too, in a process each; a GPU measures that of everybody
-    who is timed.
+    memory: patterns of those whose memory a CPU measures too; a GPU measures that of everybody who is timed.
+    rounds: of timing, 0 for memory only; None: as the command says.
     """
 
     case: Case
     against: tuple[str, ...]
-    timed: bool = True
     memory: tuple[str, ...] = ()
     rounds: int | None = None
 
@@ -125,13 +124,11 @@ def jobs(name: str, device_type: str) -> list[Job]:
     return list(found.values())
 
 
-def _jobs(shapes: str | tuple[str, ...], against: tuple[str, ...], **fields: Any) -> list[Job]:
-    """One per shape and, where a field of the case is a tuple, per value."""
-    of_job = {name: fields.pop(name) for name in ("timed", "memory", "rounds") if name in fields}
-    swept = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
-    points = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
-    shapes = (shapes,) if isinstance(shapes, str) else shapes
-    return [Job(make_case(shape, **point), against, **of_job) for shape in shapes for point in points]
+def _jobs(shape: Any, against: tuple[str, ...], memory: Any = (), rounds: Any = None, **fields: Any) -> list[Job]:
+    """One, or where the shape or a field of the case is a tuple, one per value."""
+    swept = [value if isinstance(value, tuple) else (value,) for value in (shape, *fields.values())]
+    points = [dict(zip(("shape", *fields), values, strict=True)) for values in itertools.product(*swept)]
+    return [Job(make_case(**point), against, memory, rounds) for point in points]
 
 
 def _counts(head: str, most: int) -> tuple[str, ...]:
@@ -160,7 +157,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
         "cpu": [
             *_jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, memory=(*BARE, "trl"), length=256),
             *_jobs("qwen2.5-0.5b:1024", NEAREST, dtype=BOTH, memory=BARE, length=256),
-            *_jobs("qwen2.5-0.5b:4096", PLAIN, timed=False, memory=PLAIN, length=256),
+            *_jobs("qwen2.5-0.5b:4096", PLAIN, rounds=0, memory=PLAIN, length=256),
             *_jobs("llama-3.2-1b:512", NEAREST, dtype=BOTH, length=128),
         ],
         # A GPU is lent for minutes: the peers first; compiled eager compiles for half of one.
@@ -207,7 +204,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs("smollm2-135m:1024", (*IDLE, *WEIGHED[1:]), idle_share=_SHARES, beta=0.0, length=64),
             *_jobs("smollm2-135m:1024", IDLE, dtype="float32", idle_share=(0.0, 0.5), beta=0.0, length=64),
             *_jobs(_counts("smollm2-135m", 2048), NEAREST),
-            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), WEIGHED, timed=False, memory=WEIGHED),
+            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), WEIGHED, rounds=0, memory=WEIGHED),
         ],
         "cuda": [
             *_jobs("qwen2.5-1.5b:16384", (*IDLE, *WEIGHED[1:]), idle_share=(*_SHARES, 1.0), beta=0.0, length=512),

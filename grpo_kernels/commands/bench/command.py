@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import shlex
 import sys
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 
 from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Case, Job, jobs, make_case
-from .machine import OUT_OF_MEMORY, Document, environment, now, read, write
-from .measure import Options, Run, measure, measure_peak_memory
+from .machine import OUT_OF_MEMORY, Document, environment, now, write
+from .measure import Options, Run, measure, measure_peak_memory, titles
 from .peers import IMPLEMENTATIONS, select
 from .process import NOT_RUN, OnProgress, run_in_subprocess
 
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Run it; 2 where an argument is wrong, 1 where ours failed or gave a wrong result."""
+    """Runs it; 2 where an argument is wrong, 1 where ours failed or gave a wrong result."""
     output: Path = arguments.output
     try:
         device = _device(arguments.device)
@@ -70,7 +71,6 @@ def bench(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    silence = arguments.silence or SILENCE_S[device.type]
     command = shlex.join(["grpo-kernels", *sys.argv[1:]])
     document: Document = {"environment": here, "command": command, "cases": cases, "not_run": []}
     print(headline(here), flush=True)
@@ -81,12 +81,13 @@ def bench(arguments: argparse.Namespace) -> int:
         if found is None and end - time.time() < _WORTH_STARTING_S:
             document["not_run"].append(str(job.case))
         elif found is None:
-            rounds = arguments.rounds or job.rounds or ROUNDS[device.type]
+            rounds = job.rounds if job.rounds == 0 else arguments.rounds or job.rounds or ROUNDS[device.type]
             title = f"{number}/{len(chosen)} {job.case}"
             print(f"\n{title}: {', '.join(job.against)}", flush=True)
             run = partial(
-                run_in_subprocess, on_progress=_show_progress(title), silence_s=silence, deadline=end + _LATE_S
-            )
+                run_in_subprocess, on_progress=_show_progress(title), deadline=end + _LATE_S,
+                silence_s=arguments.silence or SILENCE_S[device.type],
+            )  # fmt: skip
             found = measure_job(job, Options(str(device), rounds, end), run)
             cases.append(found)
         write(output, document)
@@ -98,11 +99,9 @@ def bench(arguments: argparse.Namespace) -> int:
     if cut or document["not_run"]:
         print(f"the time was over before {cut} measurements of the cases above; --minutes takes more")
     print(f"written: {output}")
-    if arguments.no_figures:
-        pass
-    elif importlib.util.find_spec("matplotlib") is None:
+    if not arguments.no_figures and importlib.util.find_spec("matplotlib") is None:
         print("no pictures without matplotlib: pip install matplotlib", file=sys.stderr)
-    else:
+    elif not arguments.no_figures:
         from .figures import draw
 
         for path in draw(document, output.parent):
@@ -111,21 +110,19 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def measure_job(job: Job, options: Options, run: Run) -> Document:
-    """Time and memory of a case, as it stands in the document."""
-    names, device = select(job.against), torch.device(options.device)
-    found: Document = {"implementations": {name: {"title": IMPLEMENTATIONS[name].title} for name in names}}
-    if job.timed:
-        found = measure(job.case, names, options, run)
+    """Returns time and memory of a case, as it stands in the document."""
+    names = select(job.against)
+    found = measure(job.case, names, options, run) if options.rounds else {"implementations": titles(names)}
     reports = found["implementations"]
-    if device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
-        for name in select(job.memory):
-            if name in names and not {"error", "missing"} & reports[name].keys():
-                late = {"memory_error": NOT_RUN} if time.time() > options.deadline else None
-                reports[name] |= late or measure_peak_memory(job.case, name, run)
-    if "peak_bytes" in reports.get("eager", {}):
+    on_cpu = torch.device(options.device).type == "cpu"  # a GPU has measured memory beside time
+    for name in select(job.memory) if on_cpu else ():
+        if name in names and not {"error", "missing"} & reports[name].keys():
+            late = {"memory_error": NOT_RUN} if time.time() > options.deadline else None
+            reports[name] |= late or measure_peak_memory(job.case, name, run)
+    if eager := reports.get("eager", {}).get("peak_bytes"):
         for report in reports.values():
             if "peak_bytes" in report:
-                report["memory_ratio_to_eager"] = report["peak_bytes"] / reports["eager"]["peak_bytes"]
+                report["memory_ratio_to_eager"] = report["peak_bytes"] / eager
     return {"case": asdict(job.case), "date": now()} | found
 
 
@@ -145,8 +142,8 @@ def _is_cut(report: Document) -> bool:
 
 
 def _complete_cases(path: Path, here: Document) -> list[Document]:
-    """The cases of an earlier run in which all implementations were measured, time and memory, if in fewer rounds."""
-    document = read(path)
+    """Returns the cases of an earlier run in which all implementations were measured, if in fewer rounds."""
+    document = json.loads(path.read_text())
     differ = [name for name in _SAME if document["environment"].get(name) != here[name]]
     if differ:
         raise ValueError(f"{path} was measured otherwise ({', '.join(differ)}): move it, or do not resume")
@@ -203,24 +200,18 @@ def _show_progress(job: str) -> OnProgress:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown with aligned columns: the first and the last to the left, the last one as wide as it needs."""
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-    widths[-1] = max(3, len(header[-1]))
-    lines = [header, ["-" * max(3, width) for width in widths], *rows]
-    last = len(header) - 1
-    return "\n".join(
-        "| "
-        + " | ".join(
-            cell.rjust(w) if 0 < i < last else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        + " |"
-        for line in lines
-    )
+    """Returns Markdown with aligned columns: the first and the last to the left, the last one as wide as it needs."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header) - 1)]
+    rule = ["-" * max(3, width) for width in (*widths, len(header[-1]))]
+    lines = []
+    for first, *middle, last in (header, rule, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:], strict=True)]
+        lines.append(f"| {' | '.join((first.ljust(widths[0]), *cells, last.ljust(len(rule[-1]))))} |")
+    return "\n".join(lines)
 
 
 def case_table(found: Document) -> str:
-    """Time, its spread and ratios, peak memory, errors against float64; or why there is nothing.
+    """Returns time, its spread and ratios, peak memory, errors against float64; or why there is nothing.
 
     Errors are those of the gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
     """
@@ -231,14 +222,14 @@ def case_table(found: Document) -> str:
 
 
 def headline(environment: Document) -> str:
-    """Where and with what, in one line."""
+    """Returns where and with what, in one line."""
     where = f"{environment['device']}, driver {environment['driver']}" if environment["driver"] else environment["cpu"]
     versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items() if number)
     return f"{where}, {environment['threads']} threads; {versions}; backends {', '.join(environment['backends'])}"
 
 
 def memory_text(report: dict[str, Any]) -> str:
-    """Peak memory in MiB, or that it was out of memory."""
+    """Returns peak memory in MiB, or in a word why there is none."""
     if "peak_bytes" in report:
         return f"{report['peak_bytes'] / 2**20:,.0f}"
     return str(report.get("memory_error", "").split(":")[0])
@@ -252,6 +243,4 @@ def _row(name: str, report: dict[str, Any]) -> list[str]:
     for names in (("dhidden", "dweight"), ("logps_max",)):
         found = [errors[quantity] for quantity in names if quantity in errors]
         cells.append(f"{max(found):.1e}" if found else "")
-    nothing = "" if "peak_bytes" in report else report.get("memory_error") or "not measured"
-    why = report.get("missing") or report.get("error") or ("" if times else nothing)
-    return [name, *cells, why]
+    return [name, *cells, report.get("missing") or report.get("error") or report.get("memory_error", "")]

@@ -56,11 +56,6 @@ def write(path: Path, document: Document) -> None:
     draft.replace(path)
 
 
-def read(path: Path) -> Document:
-    document: Document = json.loads(path.read_text())
-    return document
-
-
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 

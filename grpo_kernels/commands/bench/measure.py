@@ -10,7 +10,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ FAR = 1.5  # times the fastest
 BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
 # Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
 WITHOUT_MEMORY = ("floor", "compiled")
+CPU = torch.device("cpu")
 
 
 class Options(NamedTuple):
@@ -42,7 +43,7 @@ class Options(NamedTuple):
 
 
 def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_in_subprocess) -> dict[str, Any]:
-    """{"implementations": name -> what was found}, and "error" where the case itself failed.
+    """Returns {"implementations": name -> what was found}, and "error" where the case itself failed.
 
     Runs in a process of its own. One that kills the process, is silent for too long, or leaves the device in a state of
     error affects no other: its end is its result, and the others are measured again without it.
@@ -54,7 +55,7 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
             found = run(_measure, case, remaining, options)
         except Died as death:
             if str(death) == NOT_RUN:
-                found = death.found or {name: {"title": IMPLEMENTATIONS[name].title} for name in remaining}
+                found = death.found or titles(remaining)
                 for report in found.values():
                     if not {"seconds", "error", "missing"} & report.keys():
                         report["error"] = NOT_RUN
@@ -67,27 +68,29 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
         return {"implementations": {name: found[name] for name in names}}
 
 
+def titles(names: Sequence[str]) -> Found:
+    return {name: {"title": IMPLEMENTATIONS[name].title} for name in names}
+
+
 def _measure(case: Case, names: Sequence[str], options: Options, on_progress: OnProgress) -> Found:
-    device = torch.device(options.device)
+    device, found, begin = torch.device(options.device), titles(names), time.time()
     if device.type == "cpu":
         limit_memory()
-    found: Found = {name: {"title": IMPLEMENTATIONS[name].title} for name in names}
     on_progress("inputs")
     inputs = off_policy(make_inputs(case, device))
-    exact: dict[str, Reference] = {}
+    exact: dict[str, Reference | None] = {"none": None}
     ready: dict[str, Callable[[], object]] = {}
-    begin = time.time()
     for name in names:
         if time.time() > begin + PREPARING * (options.deadline - begin):
             found[name]["error"] = NOT_RUN
             continue
         objective = IMPLEMENTATIONS[name].objective
-        if objective != "none" and objective not in exact:
+        if objective not in exact:
             on_progress("reference")
             exact[objective] = reference(inputs, case.mode, objective)
         on_progress(name)
         try:
-            step, report = prepare(name, inputs, case.mode, exact.get(objective), device)
+            step, report = prepare(name, inputs, case.mode, exact[objective], device)
         except Exception as error:  # of an implementation: a result
             step, report = None, {"error": _survivable(error)}
         found[name] |= report
@@ -119,12 +122,13 @@ def interleave(
     device: torch.device,
     deadline: float = math.inf,
     on_progress: OnProgress = lambda text: None,
+    bases: Collection[str] = BASES,
 ) -> Iterator[tuple[str, list[float]]]:
     """Yields after each call whose it was and its times so far: `rounds` of every step, in turn; at least one where the
     deadline comes first.
 
     Who takes seconds and FAR times as long as the fastest is left at one round, unless others are divided by it
-    (BASES): whether it is 3.1 or 3.2 times is not worth the minutes. Each step has to have run before.
+    (`bases`): whether it is 3.1 or 3.2 times is not worth the minutes. Each step has to have run before.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
@@ -133,7 +137,7 @@ def interleave(
             break
         if number == 1:
             enough = max(SHORT_S, FAR * min(taken[0] for taken in times.values()))
-            order = [name for name in order if name in BASES or times[name][0] <= enough]
+            order = [name for name in order if name in bases or times[name][0] <= enough]
         for name in order:
             on_progress(name)
             if device.type == "cuda":  # whose clock follows the power that the work before took: let it be this work
@@ -177,7 +181,7 @@ def prepare(
             return None, report | {"error": f"wrong result: {wrong}"}
     del result
     if device.type == "cuda":
-        report |= peak_of_call(step, inputs, device) or {}
+        report |= peak_of_call(step, inputs, device)
     return step, report
 
 
@@ -192,45 +196,36 @@ def _survivable(error: Exception) -> str:
 
 
 def measure_peak_memory(case: Case, name: str, run: Run = run_in_subprocess) -> dict[str, Any]:
-    """{"peak_bytes", "returned_bytes"} of a call of an implementation, on a CPU, in a fresh process.
-
-    There: a tiny call (thread pools, lazily loaded libraries), the inputs, a reset of the kernel's high-water mark of
-    resident memory, one call, and its peak less what was resident before and less the returned gradients. Eager's peak
-    comes before its gradients exist, so this counts them in its favour. {"memory_error"} where it fails, {} where it
-    cannot run. On a GPU torch's allocator counts, in the process that measures time.
-    """
-    if name in WITHOUT_MEMORY:
-        return {}
+    """Returns "peak_bytes" and "returned_bytes" of a call of an implementation, on a CPU, in a process of its own:
+    what libraries keep between calls is resident. "memory_error" where it fails, nothing where it cannot run."""
     try:
-        return dict(run(_measure_peak_memory, case, name))
+        return {} if name in WITHOUT_MEMORY else run(_measure_peak_memory, case, name)
     except Died as death:
         return {"memory_error": str(death)}
 
 
 def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict[str, Any]:
-    device = torch.device("cpu")
     limit_memory()
     on_progress(name)
-    # With a sampling mask other libraries are loaded.
-    kept = min(case.kept_ids, 8)
+    kept = min(case.kept_ids, 8)  # with a sampling mask other libraries are loaded
     tiny = replace(case, tokens=32, hidden_size=64, vocab_size=512, length=8, generations=4, kept_ids=kept)
-    for one in (tiny, case):
-        inputs = make_inputs(one, device)
-        try:
+    try:
+        for one in (tiny, case):  # the first call starts threads, and loads what is loaded lazily
+            inputs = make_inputs(one, CPU)
             step = IMPLEMENTATIONS[name].make_step(inputs, case.mode)
-        except Unsupported:
-            return {}
-        if one is tiny:
-            step(inputs)
-    found = peak_of_call(step, inputs, device)
-    return found or {"memory_error": "this system has no high-water mark of memory that can be reset"}
+            if one is tiny:
+                step(inputs)
+    except Unsupported:
+        return {}
+    return peak_of_call(step, inputs, CPU)
 
 
-def peak_of_call(step: Step, inputs: Inputs, device: torch.device) -> dict[str, int] | None:
-    """Bytes beyond the inputs and the returned gradients."""
+def peak_of_call(step: Step, inputs: Inputs, device: torch.device) -> dict[str, Any]:
+    """Returns bytes beyond inputs and returned gradients. Eager's peak comes before its gradients exist, so that
+    this counts them in its favour."""
     before = restart_peak(device)
     if before is None:
-        return None
+        return {"memory_error": "this system has no high-water mark of memory that can be reset"}
     result = step(inputs)
     returned = sum(gradient.nbytes for gradient in (result.dhidden, result.dweight) if gradient is not None)
     synchronize(device)

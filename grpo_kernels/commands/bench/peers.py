@@ -1,7 +1,7 @@
 """The table of implementations; the peers TRL, Liger and verl, and yardsticks that need the same matrix products.
 
 GRPO's objective stands on top of those that give log-probabilities. The yardsticks are fused plain cross-entropy, and
-give the mean of -logp. To add one: a function with the signature of MakeStep, and its entry in IMPLEMENTATIONS.
+give the mean of -logp. To add one: a function of inputs and mode, and its entry in IMPLEMENTATIONS.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ from torch import Tensor
 
 from ...kernels import registered_backends
 from . import baselines
-from .baselines import Result, Step, Unsupported, from_logps, gradients, ours
+from .baselines import Step, Unsupported, make_step, ours
 from .inputs import EPSILON, Inputs
 
-TRL = "trl==1.16.0"
-LIGER = "liger-kernel==0.8.5"
-LIGER_NATIVE = "'liger-kernel[cutedsl]==0.8.5' 'nvidia-cutlass-dsl[cu13]'"
-VERL = "--no-deps verl==0.9.1"  # its dependencies pin transformers and bring Ray; what is used needs none
 _LIGER_CHUNK_TOKENS = 4096  # at most
 _VERL_TILE = 128  # the Triton kernels assume that it divides the hidden size
 _QUACK_ALIGNMENT = 8  # of the sizes, for its products in chunks
@@ -43,12 +39,14 @@ def need_nvidia(inputs: Inputs, least: tuple[int, int] = (0, 0)) -> tuple[int, i
     return here
 
 
-def load(name: str, requirement: str) -> ModuleType:
-    """Imports a module of a peer, which `pip install requirement` brings. A broken installation, which may raise
-    anything, is `Unsupported`."""
+def load(name: str, extra: str = "peers") -> ModuleType:
+    """Imports a module of a peer, which the `extra` of this package brings, or pip, where it is verl's. A broken
+    installation, which may raise anything, is `Unsupported`."""
     try:
         return _load_verl(name) if name.startswith("verl.") else importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # verl's dependencies pin transformers and bring Ray; what is used here needs none of them.
+        requirement = "--no-deps verl" if name.startswith("verl.") else f"'grpo-kernels[{extra}]'"
         raise Unsupported(f"not installed ({error}): pip install {requirement}") from error
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
@@ -79,7 +77,7 @@ def trl(inputs: Inputs, mode: str) -> Step:
 
     Entropies come along in training, as in the trainer; its reference model has log-probabilities only.
     """
-    utils = load("trl.trainer.utils", TRL)
+    utils = load("trl.trainer.utils")
     size = utils._CHUNKED_LOGPROB_CHUNK_SIZE
     outputs = ("log_probs",) if mode == "forward" else ("log_probs", "entropy")
 
@@ -90,36 +88,36 @@ def trl(inputs: Inputs, mode: str) -> Step:
         )
         return found.view(inputs.ids.shape)
 
-    return from_logps(logps, mode)
+    return make_step(mode, logps)
 
 
 def liger(inputs: Inputs, mode: str) -> Step:
     """Compiled, as is the default, in chunks of up to 4,096 tokens: faster than its default of one completion.
 
-    Log-probabilities are those of the part of the loss that computes them for a reference model.
+    Log-probabilities are those that the loss computes for a reference model.
     """
-    module = load("liger_kernel.chunked_loss.grpo_loss", LIGER)
+    module = load("liger_kernel.chunked_loss.grpo_loss")
 
-    def forward(inputs: Inputs) -> Result:
-        with torch.no_grad():
-            chunk_forward = module.LigerFusedLinearGRPOFunction.chunk_forward
-            return Result(logps=chunk_forward(inputs.hidden, inputs.weight, inputs.ids))
-
-    def step(inputs: Inputs) -> Result:
-        value, _ = loss(
-            inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages,
-            ref_per_token_logps=inputs.ref_logps if inputs.beta else None, old_per_token_logps=inputs.old_logps,
-        )  # fmt: skip
-        return gradients(value, None, inputs)
+    def logps(inputs: Inputs) -> Tensor:
+        found: Tensor = module.LigerFusedLinearGRPOFunction.chunk_forward(inputs.hidden, inputs.weight, inputs.ids)
+        return found
 
     if mode == "forward":
-        return forward
+        return make_step(mode, logps)
     batch, length = inputs.ids.shape
-    loss = module.LigerFusedLinearGRPOLoss(
+    module_loss = module.LigerFusedLinearGRPOLoss(
         chunk_size=max(1, min(batch, _LIGER_CHUNK_TOKENS // length)), beta=inputs.beta,
         use_ref_model=inputs.beta != 0.0, loss_type="grpo", epsilon_low=EPSILON, epsilon_high=EPSILON,
     )  # fmt: skip
-    return step
+
+    def loss(inputs: Inputs) -> tuple[Tensor, None]:
+        value, _ = module_loss(
+            inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages,
+            ref_per_token_logps=inputs.ref_logps if inputs.beta else None, old_per_token_logps=inputs.old_logps,
+        )  # fmt: skip
+        return value, None
+
+    return make_step(mode, logps, loss)
 
 
 def liger_native(inputs: Inputs, mode: str) -> Step:
@@ -128,14 +126,14 @@ def liger_native(inputs: Inputs, mode: str) -> Step:
         raise Unsupported("its kernels are for compute capability 9.0 only")
     if inputs.hidden.dtype != torch.bfloat16:
         raise Unsupported("serves bfloat16 only")
-    load("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90", LIGER_NATIVE)
-    module = load("liger_kernel.ops.fused_linear_scaled_cross_entropy", LIGER_NATIVE)
+    load("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90", "peers-gpu")
+    module = load("liger_kernel.ops.fused_linear_scaled_cross_entropy", "peers-gpu")
     function = module.LigerFusedLinearScaledCrossEntropyFunction
 
     def logps(inputs: Inputs) -> Tensor:
         return -function.apply(inputs.flat_hidden, inputs.weight, inputs.ids.view(-1)).view(inputs.ids.shape)
 
-    return from_logps(logps, mode)
+    return make_step(mode, logps)
 
 
 def verl(inputs: Inputs, mode: str) -> Step:
@@ -143,40 +141,39 @@ def verl(inputs: Inputs, mode: str) -> Step:
     hidden_size = inputs.hidden.shape[-1]
     if hidden_size % _VERL_TILE:
         raise Unsupported(f"hidden size {hidden_size} is no multiple of {_VERL_TILE}")
-    function = load("verl.utils.kernel.linear_cross_entropy", VERL)
-    load("verl.utils.kernel.kernels", VERL)  # which it imports at its first call, too late for `load`
+    function = load("verl.utils.kernel.linear_cross_entropy")
+    load("verl.utils.kernel.kernels")  # which it imports at its first call, too late for `load`
 
     def logps(inputs: Inputs) -> Tensor:
         found, _ = function.linear_cross_entropy(inputs.hidden, inputs.weight, inputs.ids, 1.0, "none")
         return found.view(inputs.ids.shape)
 
-    return from_logps(logps, mode)
+    return make_step(mode, logps)
 
 
 def verl_torch(inputs: Inputs, mode: str) -> Step:
-    head = load("verl.utils.experimental.torch_functional", VERL).FusedLinearForPPO()
-    return from_logps(lambda inputs: head(inputs.hidden, inputs.weight, inputs.ids)[0], mode)
+    head = load("verl.utils.experimental.torch_functional").FusedLinearForPPO()
+    return make_step(mode, lambda inputs: head(inputs.hidden, inputs.weight, inputs.ids)[0])
 
 
 def _cross_entropy(function: Callable[..., Tensor], mode: str, **options: Any) -> Step:
     """From `function(hidden (N, H), weight, ids (N,), reduction=...)`."""
 
-    def forward(inputs: Inputs) -> Result:
+    def logps(inputs: Inputs) -> Tensor:
         # Detached: even under no_grad some do more for inputs that require gradients.
         flat = inputs.flat_hidden.detach(), inputs.weight.detach(), inputs.ids.view(-1)
-        with torch.no_grad():
-            return Result(logps=-function(*flat, reduction="none", **options).view(inputs.ids.shape))
+        return -function(*flat, reduction="none", **options).view(inputs.ids.shape)
 
-    def backward(inputs: Inputs) -> Result:
+    def loss(inputs: Inputs) -> tuple[Tensor, None]:
         flat = inputs.flat_hidden, inputs.weight, inputs.ids.view(-1)
-        return gradients(function(*flat, reduction="mean", **options), None, inputs)
+        return function(*flat, reduction="mean", **options), None
 
-    return forward if mode == "forward" else backward
+    return make_step(mode, logps, loss)
 
 
 def cut_cross_entropy(inputs: Inputs, mode: str) -> Step:
     """Its Triton kernels, which leave out small gradients, on a GPU; their backward is for types of 16 bits."""
-    function = load("cut_cross_entropy", "cut-cross-entropy==25.1.1").linear_cross_entropy
+    function = load("cut_cross_entropy").linear_cross_entropy
     kernels = inputs.hidden.is_cuda and (mode == "forward" or inputs.hidden.dtype.itemsize == 2)
     return _cross_entropy(function, mode, impl="cce" if kernels else "torch_compile")
 
@@ -188,7 +185,7 @@ def quack(inputs: Inputs, mode: str) -> Step:
     sizes = inputs.ids.numel(), *inputs.weight.shape
     if inputs.hidden.dtype.itemsize != 2 or any(size % _QUACK_ALIGNMENT for size in sizes):
         raise Unsupported(f"serves types of 16 bits and sizes that are multiples of {_QUACK_ALIGNMENT} in chunks")
-    module = load("quack.linear_cross_entropy", "'quack-kernels[cu13]==0.6.5'")
+    module = load("quack.linear_cross_entropy", "peers-gpu")
 
     def epilogue(hidden: Tensor, weight: Tensor, ids: Tensor, reduction: str) -> Tensor:
         found = module.lse_target_epi(hidden, weight.mT, store_d=False, target=ids, tuned=False)
@@ -198,8 +195,6 @@ def quack(inputs: Inputs, mode: str) -> Step:
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
-
-MakeStep = Callable[[Inputs, str], Step]
 
 
 class Implementation(NamedTuple):
@@ -211,7 +206,7 @@ class Implementation(NamedTuple):
     """
 
     title: str
-    make_step: MakeStep
+    make_step: Callable[[Inputs, str], Step]
     objective: str = "grpo"
 
 
