@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=8)
 policy_loss = get_policy_loss_fn("grpo_kernels")
 
-# Two prompts with four responses each, of 8 and 16 tokens.
+# Two prompts of 8 tokens, four responses each, of 9 to 16 tokens.
 ids = torch.randint(2, model.config.vocab_size, (8, 24))
 response_mask = (torch.arange(16) < torch.arange(9, 17)[:, None]).long()
 advantages = torch.randn(8, 1).expand(8, 16)
