@@ -1,4 +1,4 @@
-"""GRPO with TRL and the fused loss: `python examples/trl_grpo.py [MODEL [STEPS]]`.
+"""GRPO with TRL and the fused loss: `python examples/trl_grpo.py [MODEL [STEPS [LEARNING_RATE]]]`.
 
 One line differs from a script without this package: the import of the trainer. The task is to answer in eight words.
 """
@@ -13,6 +13,7 @@ from grpo_kernels.integrations.trl import FusedGRPOTrainer as GRPOTrainer
 
 model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 50
+rate = float(sys.argv[3]) if len(sys.argv) > 3 else 1e-6
 questions = ["Why is the sky blue?", "What is a prime number?", "Who wrote Hamlet?", "How do plants grow?"]
 
 
@@ -30,6 +31,7 @@ trainer = GRPOTrainer(
         num_generations=4,
         num_iterations=2,
         max_completion_length=32,
+        learning_rate=rate,
         max_steps=steps,
         logging_steps=1,
         use_cpu=not torch.cuda.is_available(),

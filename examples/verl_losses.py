@@ -2,7 +2,6 @@
 
     actor_rollout_ref.model.external_lib=verl_losses
     actor_rollout_ref.model.use_fused_kernels=True
-    actor_rollout_ref.model.fused_kernel_options.impl_backend=triton
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo_fused
 
 Each worker imports it before the first step. It needs verl.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import importlib.util
 import json
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +17,19 @@ from typing import Any
 import pytest
 import torch
 import verl_package
+from accelerate.state import AcceleratorState
 from emulator.build import build_program
 from test_transformers import LENGTH, batch, own_logps, positions_of
 from tiny_models import tiny_model
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from grpo_kernels import GRPOConfig
 from grpo_kernels.reference import reference_loss_from_logps
 from grpo_kernels.trainer.rewards import Rewards
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 def load(name: str) -> ModuleType:
@@ -336,3 +341,57 @@ def test_programs_run_under_limits(tmp_path, monkeypatch):
     assert example.passes(programs, ["1 2\n"] * count, ["3"] * count) == list(PROGRAMS.values())
     assert example.passes([[{"role": "assistant", "content": ADDS}]], ["1 2"], ["3"]) == [1.0]
     assert not (tmp_path / "late").exists()
+
+
+# --- the commands of docs/trainers ------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]\d+)?")
+
+
+def sessions(page: str) -> list[tuple[list[str], list[str]]]:
+    """The commands of a page, as words, each with the lines that it ends with."""
+    text = (ROOT / "docs" / "trainers" / page).read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+        for part in block.removeprefix("$ ").split("\n$ "):
+            command, *output = part.splitlines()
+            found.append((shlex.split(command), output))
+    return found
+
+
+@pytest.mark.parametrize("page", ["trl.md", "verl.md", "loop.md"])
+def test_the_commands_of_a_page_end_with_the_lines_that_it_shows(page, tmp_path, monkeypatch, capsys, request):
+    """But for the numbers; runs of TRL have two steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)  # as for a script of this folder
+    monkeypatch.setattr(LlamaForCausalLM, "forward", LlamaForCausalLM.forward)  # verl replaces it
+    if page == "verl.md":
+        verl_package.install(monkeypatch)
+    if page == "trl.md":
+        pytest.importorskip("trl", reason="trl is not installed: run make test")
+        request.addfinalizer(importlib.import_module("grpo_kernels.integrations.trl").unpatch_trl)
+    for (python, script, *arguments), lines in sessions(page):
+        assert python == "python" and lines
+        AcceleratorState._reset_state(reset_partial_state=True)
+        monkeypatch.setattr(sys, "argv", [script, *("2" if word in ("40", "100") else word for word in arguments)])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        printed = capsys.readouterr().out.splitlines()[-len(lines) :]
+        assert [NUMBER.sub("0", line) for line in printed] == [NUMBER.sub("0", line) for line in lines]
+    if page == "verl.md":
+        losses, clipped = zip(
+            *(map(float, re.findall(r"[-+]\d\.\d+|\d+\.\d(?=%)", x)) for x in printed[1:]), strict=True
+        )
+        assert sorted(losses, reverse=True) == [*losses] and sorted(clipped) == [*clipped] and clipped[0] == 0.0
+
+
+@pytest.mark.parametrize("page", ["prime-rl.md", "others.md"])
+def test_the_tests_that_a_page_names_are_there(page):
+    ((words, lines),) = sessions(page)
+    *files, _, selected = words[4:]
+    assert words[:4] == ["python", "-m", "pytest", "-q"] and len(lines) == 1
+    names = [
+        f"{file}:{name}" for file in files
+        for name in re.findall(r"^def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    ]  # fmt: skip
+    for word in selected.split(" or "):
+        assert any(word in name for name in names), word

@@ -124,6 +124,27 @@ def test_linear_cross_entropy(verl, shape):
     torch.testing.assert_close(function(hidden, weight, labels, per_token)[0], logps.detach())
 
 
+@pytest.mark.parametrize("implementation", ["torch", "liger"])
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+def test_fused_linear_for_ppo(verl, shape, implementation):
+    """The layer of impl_backend=torch, verl's default, and liger, called as verl's forwards call it."""
+    layer = importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
+    hidden, weight, labels = torch.randn(*shape, H), 0.5 * torch.randn(V, H), torch.randint(V, shape)
+
+    def call(implementation) -> tuple:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        logps, entropy = layer(impl_backend=implementation).forward(
+            hidden_states=leaves[0], vocab_weights=leaves[1], input_ids=labels, temperature=0.7
+        )
+        return logps, entropy, *torch.autograd.grad((logps * 0.3 + 0.1 * entropy).sum(), leaves)
+
+    expected = call("torch")
+    verl.register()
+    found = call(implementation)
+    assert layer.forward.__module__ == verl.__name__ and found[0].shape == shape
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_sparse_gradients(verl, monkeypatch):
     monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": 1, "cuda": 1})
     hidden, labels, found = torch.randn(12, H), torch.randint(V, (12,)), []

@@ -16,7 +16,9 @@ class ActorConfig:
 
     clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c = 0.2, None, 0.28, 1.5
 
-    def __init__(self, **info: object) -> None:
+    def __init__(
+        self, strategy: str = "fsdp", rollout_n: int = 1, ppo_micro_batch_size_per_gpu: int = 1, **info: object
+    ) -> None:
         self.global_batch_info = info
 
     def get(self, name: str, default: object = None) -> object:

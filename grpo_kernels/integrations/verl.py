@@ -6,7 +6,9 @@
 and in verl's configuration
 
     actor.policy_loss.loss_mode=grpo_kernels
-    model.use_fused_kernels=True model.fused_kernel_options.impl_backend=triton
+    model.use_fused_kernels=True
+
+whatever model.fused_kernel_options.impl_backend is.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from ..objective.aggregation import Aggregation
 if importlib.util.find_spec("verl") is None:
     raise ImportError("grpo_kernels.integrations.verl needs verl: pip install verl")
 
-_KERNEL = "verl.utils.kernel.linear_cross_entropy"
+_KERNEL = "verl.utils.kernel.linear_cross_entropy"  # of impl_backend=triton
+_LAYER = "verl.utils.experimental.torch_functional"  # its FusedLinearForPPO: of torch, the default, and liger
 # loss_agg_mode -> aggregation here; both divide by a count, which `_denominator` gives.
 _AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token_mean",
@@ -47,7 +50,10 @@ _head_options: dict[str, Any] = {}  # of register
 def register(
     name: str = "grpo_kernels", config: GRPOConfig | None = None, *, sparse_backward: float | None = None
 ) -> None:
-    """Adds the policy loss `name` to verl, and puts `linear_cross_entropy` in the place of verl's.
+    """Adds the policy loss `name` to verl, and puts `linear_cross_entropy` in the place of verl's fused kernels.
+
+    These are verl's function of this name and the forward of its FusedLinearForPPO, one of which every model patched
+    with use_fused_kernels calls.
 
     config: the loss, without its aggregation, which is verl's loss_agg_mode; None: verl's "vanilla" loss with
     actor.clip_ratio, clip_ratio_low, clip_ratio_high and clip_ratio_c. KL to a reference and the entropy bonus stay
@@ -76,6 +82,7 @@ def register(
                 vars(module).get("linear_cross_entropy") is original
             ):
                 module.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
+    importlib.import_module(_LAYER).FusedLinearForPPO.forward = _forward_of_layer
 
 
 def linear_cross_entropy(
@@ -110,6 +117,14 @@ def linear_cross_entropy(
     )  # fmt: skip
     assert entropy is not None
     return logps, reductions[reduction](entropy)
+
+
+def _forward_of_layer(
+    self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Returns (log-probabilities, entropy), each as input_ids (...), for the arguments of FusedLinearForPPO.forward."""
+    logps, entropy = linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature)
+    return logps.view(input_ids.shape), entropy.view(input_ids.shape)
 
 
 def policy_loss(
