@@ -15,7 +15,7 @@ NO_TEACHER = (None, 0, 0, None, 0, 0.0, 1.0, 0.0, None, None, None, None)
 
 def arguments(rows: int = 1, vocab: int = 8) -> list[object]:
     """Of `stats`: the fields of gk::RowArgs and gk::TeacherArgs, and one thread."""
-    logits, ids, temperature = torch.randn(rows, vocab), torch.zeros(rows, dtype=torch.int64), torch.ones(1)
+    logits, ids, temperature = torch.randn(rows, vocab), torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
     logp, lse, entropy = torch.zeros(rows), torch.zeros(rows, dtype=torch.float64), torch.zeros(rows)
     unused = (None, None, None, 0, 0, None)
     row = (logits, 0, vocab, rows, vocab, None, ids, 0, None, temperature, logp, lse, entropy, *unused, 1.0, 0.0)

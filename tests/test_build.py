@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import addresses  # noqa: E402
 import wheels  # noqa: E402
 from kernel_build import cuda  # noqa: E402
 from kernel_build.cuda import architectures, find_device_compiler  # noqa: E402
@@ -153,12 +155,19 @@ def test_one_range_of_pythons():
     promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     assert tuple(promised) == wheels.PYTHONS
     assert f'requires-python = ">={promised[0]}"' in project and f"cp{promised[0].replace('.', '')}" == STABLE_ABI
-    makefile, readme = (ROOT / "Makefile").read_text(), (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     assert f"PYTHON ?= python3 {' '.join(f'python{version}' for version in reversed(promised))}\n" in makefile
     assert f"No Python {promised[0]} to {promised[-1]}$(WITH) among" in makefile
     past = int(promised[-1].split(".")[1]) + 1
     assert f"(3, 11) <= sys.version_info < (3, {past})" in makefile
-    assert readme.count(f"Python {promised[0]} to {promised[-1]}") == 1
+    assert README.count(f"Python {promised[0]} to {promised[-1]}") == 1
+
+
+def test_the_readme_installs_this_version_from_the_address_of_the_wheels():
+    """Which is a word as long as there is none."""
+    address = addresses.URLS.get("Wheels", "ADDRESS/").removesuffix("/")
+    commands = re.findall(r"pip install grpo-kernels==(\S+) --extra-index-url ([^\s`]+)", README)
+    assert commands == [(f"{setup.version()}+cu130", f"{address}/cu130/")]
 
 
 # --- setup.py ---------------------------------------------------------------------------------------------------------

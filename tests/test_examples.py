@@ -59,6 +59,18 @@ def test_cpp_on_the_emulated_gpu():
     assert done.stdout.count("logp ") == 6 and "largest error: " in done.stdout
 
 
+def test_an_extension_of_ones_own(tmp_path, monkeypatch):
+    subprocess.run([sys.executable, EXAMPLES / "cpp" / "build.py", "--extension", tmp_path], check=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    logps = importlib.import_module("extension").logps
+    logits, ids = 4 * torch.randn(6, 1003), torch.randint(1003, (6,))
+    expected = (logits / 0.7).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    torch.testing.assert_close(torch.from_numpy(logps(logits.numpy(), ids.numpy(), temperature=0.7)), expected)
+    for wrong in (logits[0], logits[:, :5]):
+        with pytest.raises(ValueError, match="expected"):
+            logps(wrong.numpy(), [5] * 6)
+
+
 def test_verl(monkeypatch):
     """With verl 0.9.1 itself, without its dependencies."""
     verl_package.install(monkeypatch)

@@ -233,7 +233,7 @@ def try_it(wheel: Wheel, address: str, python: Path, has_torch: bool) -> None:
         print(run(target / "bin" / "grpo-kernels", "check", env={"PYTHONPATH": str(target)}, cwd=WORK), flush=True)
     elif modules := [path.name.split(".")[0] for path in (target / "grpo_kernels").glob("*.so")]:
         run(python, "-c", f"import {', '.join(modules)}", env={"PYTHONPATH": str(target / "grpo_kernels")}, cwd=WORK)
-    print(f"--- {wheel.file.name}: {'installed and checked' if has_torch else f'imported by {python}'}", flush=True)
+    print(f"--- {wheel.file.name}: {'installed and checked' if has_torch else f'installed by {python}'}", flush=True)
 
 
 def complaints(wheel: Wheel, tools: Path, address: str, with_torch: Path, pythons: Iterable[Path]) -> list[str]:
