@@ -404,6 +404,15 @@ def with_operations(monkeypatch: Any, backend: str, **operations: Any) -> None:
     monkeypatch.setattr(kernels, "_load", lambda name: (table, "") if name == backend else load(name))
 
 
+def serve_only(monkeypatch: Any, backend: str, served: tuple[str, ...]) -> None:
+    """The backend takes of its fused products these alone."""
+    serve = kernels.get_backend(backend).fused_products
+    with_operations(
+        monkeypatch, backend,
+        fused_products=lambda hidden, weight: tuple(x for x in serve(hidden, weight) if x in served) if serve else (),
+    )  # fmt: skip
+
+
 def call_counter(monkeypatch: Any, owner: Any, name: str, calls: list[Any], describe: Callable[..., Any]) -> None:
     """Record describe(*args, **kwargs) of every call of owner.name, which still runs."""
     original = getattr(owner, name)

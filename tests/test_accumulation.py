@@ -1,10 +1,9 @@
-"""Micro-batches, ranks and groups add up to one big batch; gradients that are added to a buffer, and finished ones."""
+"""Micro-batches, ranks and groups add up to one big batch; gradients that are added to a buffer."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import kernel_checks as c
 import pytest
 import torch
 from helpers import (
@@ -19,14 +18,10 @@ from helpers import (
     off_policy,
     reference,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
 from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.torch import rows as torch_rows
-from grpo_kernels.kernels.triton import scale as triton_scale
 
 PARTS = slice(0, 1), slice(1, 4)
 
@@ -172,38 +167,6 @@ def test_no_matrix_like_the_weight_is_made_in_the_backward():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         loss.backward()
     assert total.any() and max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * 2**22
-
-
-# --- finished gradients: times grad_output, in place where they can be ------------------------------------------------
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Programs take several turns each."""
-    monkeypatch.setattr(triton_scale, "BLOCK_SIZE", 32)
-    monkeypatch.setattr(triton_scale, "REST_SIZE", 8)
-    monkeypatch.setattr(triton_scale, "MAX_PROGRAMS", 3)
-    monkeypatch.setattr(torch_rows, "SCALED_AT_ONCE", 7)
-
-
-class Float32Products(TorchDispatchMode):
-    """On a GPU torch rounds a factor to the type that it multiplies in: on a CPU the types are looked at instead."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_):
-            assert args[0].dtype == args[1].dtype == torch.float32
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("dtype", c.DTYPES)
-def test_scale_is_a_product_in_float32(backend, dtype, small_blocks):
-    kernels, of_torch = get_backend(backend), backend in ("cpu", "torch")
-    if of_torch:
-        with Float32Products():
-            kernels.scale(torch.ones(95, dtype=dtype), torch.tensor(0.3))
-    for count in (95, 1000):
-        c.check_scale(kernels, dtype, count, shift=3, keeps_nan=not of_torch)
-    kernels.scale(torch.empty(0, 4, dtype=dtype), torch.tensor(2.0))
 
 
 # --- what autograd does not see ---------------------------------------------------------------------------------------

@@ -249,25 +249,16 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_forms_and_types_of_a_batch(name):
-    """Packed, strided, empty, in 16 bits, under autocast, without gradients, with a graph, in another default type."""
+    """Packed, empty, in 16 bits, under autocast, with a graph. test_sweep.py has views and torch's defaults."""
     function, (old, rollout, mask) = FUNCTIONS[name], logps(4)
     old, rollout[0, 0] = torch.where(mask, old, math.nan), math.nan  # padding holds anything, and one is unknown
     expected = function(old, rollout, completion_mask=mask)
     offsets = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
     flat = function(old[mask], rollout[mask], cu_seqlens=offsets.int())
     torch.testing.assert_close(flat, expected[mask] if expected.shape == old.shape else expected)
-    twice = [torch.stack([x, x], 2)[..., 1] for x in (old, rollout)]
-    assert torch.equal(function(*twice, completion_mask=mask), expected)
-    leaf = old.clone().requires_grad_()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            found = function(leaf, rollout, completion_mask=mask.int())
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = function(old.clone().requires_grad_(), rollout, completion_mask=mask.int())
     assert torch.equal(found, expected) and not found.requires_grad
-    with torch.no_grad():
-        assert torch.equal(function(leaf, rollout, completion_mask=mask), expected)
     for kind in (torch.float16, torch.bfloat16):
         low = [x.to(kind) for x in (old, rollout)]
         found = function(*low, completion_mask=mask)

@@ -9,11 +9,10 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import call, call_counter, fused, make_batch, off_policy, true_logps, with_operations
+from helpers import call, call_counter, fused, make_batch, off_policy, serve_only, true_logps
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
-from grpo_kernels import kernels
 from grpo_kernels.head import loop
 from grpo_kernels.head.lm_head import LMHead
 
@@ -28,12 +27,7 @@ def backend(request) -> str:
 
 @pytest.fixture(params=[(), ("logp", "exponentials")], ids=["rows", "fused"])
 def products(request, backend, monkeypatch) -> tuple[str, ...]:
-    table = kernels.get_backend(backend)
-
-    def paying(hidden, weight):
-        return tuple(name for name in table.fused_products(hidden, weight) if name in request.param)
-
-    with_operations(monkeypatch, backend, fused_products=paying)
+    serve_only(monkeypatch, backend, request.param)
     return request.param
 
 

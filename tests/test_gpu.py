@@ -21,9 +21,9 @@ from helpers import (
     off_policy,
     reference,
     relative,
+    serve_only,
     set_mask_way,
     true_logps,
-    with_operations,
 )
 from kernel_checks import SIGNALLING
 from option_space import CHUNK_ROWS, SAMPLE, build, choose, name_of, rounding_of, size_of_loss
@@ -56,15 +56,6 @@ def kernels(request) -> str:
 @pytest.fixture(autouse=True)
 def _exact_products():
     torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def serve_only(monkeypatch: pytest.MonkeyPatch, name: str, served: tuple[str, ...]) -> None:
-    """Lets the backend take of its fused products these alone."""
-    serve = get_backend(name).fused_products
-    with_operations(
-        monkeypatch, name,
-        fused_products=lambda hidden, weight: tuple(x for x in serve(hidden, weight) if x in served) if serve else (),
-    )  # fmt: skip
 
 
 # --- precision ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import kernel_checks as c
 import pytest
 import torch
 from emulator import H200
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import _cpu  # the tests need the compiled module: a skip would hide that it is missing
 from grpo_kernels.kernels import get_backend
@@ -22,6 +23,8 @@ from grpo_kernels.kernels.compiled.base import DTYPES
 from grpo_kernels.kernels.compiled.cpu import load, usable_isas
 from grpo_kernels.kernels.objective_rules import ESTIMATORS, SURROGATES
 from grpo_kernels.kernels.operations import Backend, KeptPairs, LogitTransform
+from grpo_kernels.kernels.torch import rows as torch_rows
+from grpo_kernels.kernels.triton import scale as triton_scale
 from grpo_kernels.names import DIVERGENCES
 
 CPU, reason = load()
@@ -41,7 +44,6 @@ def instruction_set(name: str) -> Iterator[Backend]:
 
 ISAS = list(usable_isas())
 of_cpu = pytest.mark.parametrize("kernels", ISAS, indirect=True)
-of_cuda = pytest.mark.parametrize("kernels", ["cuda"], indirect=True)
 without_cuda = pytest.mark.parametrize("kernels", [*ISAS, "triton"], indirect=True)  # whose table has others' there
 
 
@@ -237,10 +239,32 @@ def test_sixteen_bit_conversion(kernels, dtype):
 # --- scaling --------------------------------------------------------------------------------------------------------
 
 
-@of_cuda
+class Float32Products(TorchDispatchMode):
+    """On a GPU torch rounds a factor to the type that it multiplies in: on a CPU the types are looked at instead."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_):
+            assert args[0].dtype == args[1].dtype == torch.float32
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kernels", [ISAS[0], "torch", "triton", "cuda"], indirect=True)
 @pytest.mark.parametrize("dtype", c.DTYPES)
-def test_scale(kernels, dtype):
-    """Of four blocks that take several turns each; test_accumulation.py has the other backends."""
+def test_scale(kernels, dtype, monkeypatch):
+    """A product in float32, of blocks or programs that take several turns each."""
+    for module, name, size in (
+        (triton_scale, "BLOCK_SIZE", 32), (triton_scale, "REST_SIZE", 8), (triton_scale, "MAX_PROGRAMS", 3),
+        (torch_rows, "SCALED_AT_ONCE", 7),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, size)
+    of_torch = kernels.scale is get_backend("torch").scale
+    with Float32Products() if of_torch else contextlib.nullcontext():
+        kernels.scale(torch.ones(95, dtype=dtype), torch.tensor(0.3))
+    kernels.scale(torch.empty(0, 4, dtype=dtype), torch.tensor(2.0))
+    if kernels.name != "cuda":
+        for count in (95, 1000):
+            c.check_scale(kernels, dtype, count, shift=3, keeps_nan=not of_torch)
+        return
     for device, order in ((H200, 1), ((90, 1), 2)):
         kernels.use(device, order)
         for count, shift in ((1, 0), (7, 3), (8, 8), (101, 1), (4096, 5), (8193, 7), (60001, 2)):
