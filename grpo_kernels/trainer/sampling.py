@@ -110,7 +110,7 @@ class _Draw:
     def __init__(self, arguments: TrainArguments, greedy: bool):
         a, self.greedy = arguments, greedy
         self.temperature = 1.0 if self.greedy else float(a.temperature)
-        self.rule = Truncation(a.top_k, a.top_p)
+        self.rule = Truncation(a.top_k, a.top_p, a.min_p)
         self.keeps_ids = a.truncates and not self.greedy
 
     def __call__(self, scores: Any) -> tuple[Tensor, Tensor, list[list[int]] | None]:
