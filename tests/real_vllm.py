@@ -105,6 +105,19 @@ def test_what_the_engine_refuses_is_one_sentence(options, words, model, data, tm
     assert all(word in sentence for word in words), sentence
 
 
+@tied
+def test_trls_trainer_has_ratios_of_1_before_any_update(model):
+    """Under truncated sampling, whose ids are recomputed; without them a ratio has the kept mass."""
+    words = [sys.executable, str(Path(__file__).with_name("real_vllm_trl.py")), str(model)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    found = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stderr[-3000:]
+    log = json.loads(found.stdout.splitlines()[-1])
+    print(log)
+    assert abs(log["fused mean"] - 1) < 1e-4 and log["fused outside"] == 0 and log["tokens"] > 100
+    assert abs(log["trl mean"] - log["kept_mass"]) < 1e-3 and log["trl mean"] < 0.9 and log["trl outside"] > 0.9
+
+
 # --- which ids truncated sampling keeps -------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from grpo_kernels.head import chunk_size, k_ids
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations.lm_head import lm_head_inputs
 from grpo_kernels.names import DIVERGENCES
+from grpo_kernels.reference import top_k_divergence
 
 K = 6
 LOGITS: dict[str, dict[str, Any]] = {
@@ -315,6 +317,47 @@ def test_a_teacher_of_an_adapted_head():
     assert len(trained) == 2 and layer.base_layer.weight.grad is None
     for x, y in zip(trained, expected, strict=True):
         assert relative(x.grad, y) < 1e-5
+
+
+@pytest.mark.parametrize("where", ["autocast", "float16", "no_grad", "packed", "no tokens", "LoRA"])
+def test_where_ids_are_asked_for(where):
+    """The likeliest ids, their log-probabilities and a teacher on them, against autograd in float64; float16 under a
+    loss scale."""
+    batch, of_teacher = make_batch(2), make_teacher((4, 6))
+    kind = torch.float16 if where == "float16" else torch.float32
+    hidden, weight, other = (x.to(kind) for x in (batch.hidden, batch.weight, of_teacher.hidden))
+    if where in ("packed", "no tokens"):
+        hidden, other = (x.flatten(0, 1)[: None if where == "packed" else 0] for x in (hidden, other))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    trained, z, of_head = [hidden, weight], hidden.double() @ weight.double().T, (hidden, weight)
+    if where == "LoRA":
+        peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+        layer = torch.nn.Linear(24, VOCAB, bias=False)
+        layer = peft.tuners.lora.Linear(layer, "default", peft.LoraConfig(), r=4, init_lora_weights=False)
+        layer.base_layer.requires_grad_(False)
+        trained, of_head = [x for x in layer.parameters() if x.requires_grad], lm_head_inputs(layer, hidden)[:2]
+        z = hidden.double() @ (layer.base_layer.weight.double() + layer.get_delta_weight("default").double()).T
+    contexts = {"autocast": torch.autocast("cpu", torch.bfloat16), "no_grad": torch.no_grad()}
+    offsets = {"cu_seqlens": torch.tensor([0, len(hidden)])} if hidden.dim() == 2 else {}
+    teacher = gk.Teacher(other, of_teacher.weight.to(kind), of_teacher.bias.to(kind), top_k=K)
+    with contexts.get(where, nullcontext()):
+        ids, logps = gk.fused_top_k(*of_head, K)
+        again, _ = gk.fused_logps(*of_head, ids)
+        out = gk.fused_distillation_loss(*of_head, teacher, **offsets)
+    assert ids.shape == again.shape == (*hidden.shape[:-1], K) and torch.equal(again.detach(), logps)
+    log_p, log_q = z.log_softmax(-1), (other.double() @ of_teacher.weight.double().T + of_teacher.bias).log_softmax(-1)
+    distance = top_k_divergence(config_of("reverse_kl"), log_p, ids, log_q.gather(-1, ids), "tail")
+    exact = log_p.gather(-1, ids).sin().sum() + distance.sum() / max(distance.numel(), 1)
+    loss, limit = again.sin().sum() + out.loss, 2e-2 if where in ("autocast", "float16") else 2e-5
+    assert relative(loss.detach(), exact.detach(), 1.0) < limit
+    if where == "no_grad":
+        assert not loss.requires_grad
+        return
+    scale = 4096.0 if where == "float16" else 1.0
+    for x, y in zip(torch.autograd.grad(loss * scale, trained), torch.autograd.grad(exact, trained), strict=True):
+        assert x.shape == y.shape and (
+            relative(x.double() / scale, y) < limit or (where == "no tokens" and not x.any())
+        )
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -123,9 +123,14 @@ def refused(model, data, tmp_path, capfd):
     ({"rollout_rs": {"token_k1": [0.5, 2.0]}}, ["rollout_rs={'token_k1': [0.5, 2.0]} has no effect without use_vllm"]),
     ({"use_vllm": True, "rollout_rs": {"token_k4": 1}}, ["a key of rollout_rs='token_k4'; expected one of token_k1"]),
     ({"use_vllm": True, "rollout_rs": {"token_k1": 2}}, ["rollout_rs['token_k1']=2; expected a pair"]),
+    ({"use_vllm": True, "rollout_rs_mask": True}, ["rollout_rs_mask=True has no effect without rollout_rs"]),
     ({"use_vllm": True, "rollout_is_batch_normalize": True, "vllm_importance_sampling_mode": "none"},
      ["rollout_is_batch_normalize=True has no effect without use_vllm and a vllm_importance_sampling_mode"]),
     ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p", "needs a top_k"]),
+    ({"use_vllm": True, "min_p": 0.1}, ["use_vllm", "min_p", "needs a top_k"]),
+    ({"min_p": -0.1}, ["min_p=-0.1; expected a number in [0, 1]"]),
+    ({"top_p": 0.0}, ["top_p=0.0; expected a number in (0, 1]"]),
+    ({"top_k": -1}, ["top_k=-1; expected at least 0"]),
     ({"reward_funcs": "test_trainer_input:reads_gold"}, ["'reads_gold' reads the column 'gold'; there are: answer"]),
 ])  # fmt: skip
 def test_one_sentence_and_nothing_written(options, words, refused):

@@ -32,12 +32,14 @@ def test_pitfall_03_a_generation_config_has_no_say_in_sampling_and_is_saved(mode
 
 def test_pitfall_04_the_loss_has_the_temperature_of_sampling(trained):
     """And scores the ids that truncated sampling kept."""
-    options = {"top_p": 0.7, "top_k": 6, "temperature": 0.6, "num_iterations": 2, "max_steps": 2}
-    folder = trained(reward_funcs="training:length", **options)
-    first, second = steps(folder)
-    assert first["rollout_mismatch/max"] < 1e-4  # against the logits that were sampled from
-    assert first["ratio/min"] == first["ratio/max"] == 1.0 != second["ratio/max"]
-    assert all(1 <= len(ids) <= 6 for c in rollouts(folder)[0] for ids in c.kept)
+    for rule, most in (({"top_p": 0.7, "top_k": 6}, 6), ({"min_p": 0.5}, 20)):
+        options = {"temperature": 0.6, "num_iterations": 2, "max_steps": 2, **rule}
+        folder = trained(f"up to {most}", reward_funcs="training:length", **options)
+        first, second = steps(folder)
+        assert first["rollout_mismatch/max"] < 1e-4  # against the logits that were sampled from
+        assert first["ratio/min"] == first["ratio/max"] == 1.0 != second["ratio/max"]
+        numbers = [len(ids) for c in rollouts(folder)[0] for ids in c.kept]
+        assert min(numbers) >= 1 and 1 < max(numbers) <= most, numbers
 
 
 def test_pitfall_06_20_masks_go_by_position_every_end_ends_and_what_was_sampled_is_trained(model, trained, tmp_path):
@@ -136,6 +138,8 @@ def test_pitfall_10_weights_are_normalised_and_samples_rejected_over_the_rollout
     found = {}
     for name, own in {
         "whole": {}, "split": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "out of the mask": {"rollout_rs_mask": True, "per_device_train_batch_size": 4,
+                            "gradient_accumulation_steps": 2},
         "rejected": {"vllm_importance_sampling_mode": "none", "rollout_is_batch_normalize": False,
                      "vllm_importance_sampling_clip_max": 3.0},
     }.items():  # fmt: skip
@@ -154,6 +158,11 @@ def test_pitfall_10_weights_are_normalised_and_samples_rejected_over_the_rollout
     weights = gk.rollout_weights(old, sampled, cap=1.2, batch_normalize=True, **given) * kept
     assert 0 < first["rollout_weight/dropped"] == pytest.approx(1 - (kept.sum() / lengths.sum()).item())
     assert first["rollout_weight/mean"] == pytest.approx((weights.sum() / lengths.sum()).item(), rel=1e-4)
+    verls, share = found["out of the mask"][0], (kept.sum() / lengths.sum()).item()  # there is no KL
+    assert verls["rollout_rejected"] == pytest.approx(1 - share) and verls["rollout_weight/dropped"] == 0
+    for name in ("loss", "grad_norm"):
+        assert verls[name] == pytest.approx(first[name] / share, rel=1e-4, abs=1e-6)
+    assert "rollout_rejected" not in first
     rejected = found["rejected"][0]
     assert rejected["rollout_weight/max"] == 1 and rejected["rollout_weight/min"] == 0
     assert rejected["rollout_ess"] == pytest.approx(rejected["rollout_weight/mean"])

@@ -202,7 +202,7 @@ def test_draws_have_the_probabilities_that_they_are_told():
 
 SamplingParams = namedtuple(
     "SamplingParams",
-    "max_tokens temperature top_p top_k n repetition_penalty stop_token_ids logprobs detokenize seed",
+    "max_tokens temperature top_p top_k min_p n repetition_penalty stop_token_ids logprobs detokenize seed",
 )
 
 
@@ -254,7 +254,7 @@ class Engine:
             assert (how.n, how.repetition_penalty, how.logprobs) == (1, 1.0, 0)
             torch.manual_seed(how.seed)
             options = {"max_completion_length": how.max_tokens, "temperature": how.temperature, "top_p": how.top_p,
-                       "top_k": how.top_k}  # fmt: skip
+                       "top_k": how.top_k, "min_p": how.min_p}  # fmt: skip
             (s,) = generate(self.lm, [request["prompt_token_ids"]], TrainArguments(**options), ends=how.stop_token_ids,
                             pad_id=0)  # fmt: skip
             entries = [{token: SimpleNamespace(logprob=x)} for token, x in zip(s.ids, s.logps.tolist(), strict=True)]
@@ -287,7 +287,7 @@ def without_a_check(self, task, **inputs):
 @pytest.mark.parametrize("options", [
     {"vllm_kwargs": {"max_model_len": 20, "block_size": 16}},
     {"use_peft": True, "beta": 0.1},
-    {"temperature": 0.7, "num_iterations": 2, "top_k": 9, "top_p": 0.8},
+    {"temperature": 0.7, "num_iterations": 2, "top_k": 9, "top_p": 0.8, "min_p": 0.1},
 ])  # fmt: skip
 def test_vllm_samples_from_the_weights_after_each_update(options, data, trained, monkeypatch):
     monkeypatch.setattr(Policy, "forward", without_a_check)
@@ -307,6 +307,7 @@ def test_vllm_samples_from_the_weights_after_each_update(options, data, trained,
     assert len({how.seed for how in between}) == len(between) == 8 * len(first)
     assert {how.temperature for how in engine.settings} == {options.get("temperature", 1.0)}
     assert {how.top_k for how in engine.settings} == {1, options.get("top_k", 0)}  # greedy, and not
+    assert {how.min_p for how in engine.settings} == {options.get("min_p", 0.0)}
 
 
 @pytest.mark.parametrize(("changes", "words"), [

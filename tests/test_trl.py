@@ -250,10 +250,19 @@ def test_weights_are_normalised_and_samples_rejected(mode, monkeypatch):
         trainer = parity.construct(partial(integration.FusedGRPOTrainer, **own), "qwen2", **given)
         batch = trainer._generate_and_score_completions([{"prompt": "w11"}] * 8)
         found[normalize, rejects] = batch["importance_sampling_ratio"]
+        if rejects:
+            cls = partial(integration.FusedGRPOTrainer, **own, rollout_rs_mask=True)
+            verls = parity.construct(cls, "qwen2", **given)
+            found[normalize, "mask"] = verls._generate_and_score_completions([{"prompt": "w11"}] * 8)
     names = ("completion_mask", "old_per_token_logps", "sampling_per_token_logps")
     mask, old, sampled = (batch[name] for name in names)
     kept = gk.rejection_mask(old, sampled, RS, completion_mask=mask)
     assert 0 < kept.sum() < mask.sum() and kept[0, 0] and not kept[1, 0]
+    for normalize in (False, True):  # verl's way: the weights stay, and the counts are of what is kept
+        batch = found.pop((normalize, "mask"))
+        assert torch.equal(batch["importance_sampling_ratio"], found[normalize, False])
+        assert torch.equal(batch["tool_mask"].bool(), kept) and batch["num_items_in_batch"] == kept.sum()
+        assert torch.equal(batch["completion_mask"], mask)
     level = "token" if mode.startswith("token") else "sequence_sum"
     own = dict(level=level, mode=mode.split("_")[1], cap=2.0, low=0.0, completion_mask=mask)
     for (normalize, rejects), weights in found.items():
@@ -271,6 +280,7 @@ def test_weights_are_normalised_and_samples_rejected(mode, monkeypatch):
     ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True has no effect without use_vllm"),
     ({"rollout_rs": {"token_k1": 2.0}}, "rollout_rs['token_k1']=2.0; expected a pair of ratios"),
     ({"rollout_rs": {}}, "rollout_rs={}; expected a dict of bounds"),
+    ({"rollout_rs_mask": True}, "rollout_rs_mask=True has no effect without rollout_rs"),
 ])  # fmt: skip
 def test_corrections_that_cannot_act_are_refused(own, words):
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -316,6 +326,7 @@ TRUNCATED: dict[str, dict[str, Any]] = {
     "top_k": dict(top_k=9, num_iterations=2, beta=0.1, steps_per_generation=4),
     "top_p": dict(top_p=0.8, beta=0.1, num_iterations=1, pad_to_multiple_of=5),  # old log-probabilities are not needed
     "min_p after top_p": dict(top_p=0.6, min_p=0.4, steps_per_generation=4),
+    "min_p, an adapter that the model brings": dict(min_p=0.3, beta=0.1, num_iterations=2, peft="trained"),
     "all, LoRA": dict(top_k=20, top_p=0.9, min_p=0.1, beta=0.1, num_iterations=2, peft=True),
 }
 
@@ -352,7 +363,7 @@ def scored(trainer: Any, model: Any, output: dict[str, Any], kept: torch.Tensor)
 @pytest.mark.parametrize("name", TRUNCATED)
 def test_the_support_is_what_transformers_sampled_from(name, monkeypatch):
     """And old and reference log-probabilities are over it. The reference is the model before adapters, which are not 0
-    here."""
+    here, or the copy that TRL has made of an adapter that came with the model."""
     trainer = parity.make_trainer(integration.FusedGRPOTrainer, "qwen2", TRUNCATED[name])
     trainer.model.train()
     drawn, multinomial = [], torch.multinomial
@@ -372,13 +383,17 @@ def test_the_support_is_what_transformers_sampled_from(name, monkeypatch):
         old = scored(trainer, trainer.model, output, kept)
         if "old_per_token_logps" in output:
             torch.testing.assert_close(output["old_per_token_logps"][mask], old[mask], rtol=0, atol=2e-6)
-        assert ("old_per_token_logps" in output) == (name in ("top_k", "all, LoRA", "min_p after top_p"))
+        assert ("old_per_token_logps" in output) == (name != "top_p")
         full = scored(trainer, trainer.model, output, torch.ones_like(kept))
         mass = trainer._metrics["train"]["sampling/kept_mass"]
         assert mass == pytest.approx([(full - old).exp()[mask].mean().item()], abs=1e-6)
         assert trainer._metrics["train"]["sampling/support_added"] == [0.0]
         if "beta" in TRUNCATED[name]:
-            with trainer.model.disable_adapter() if "peft" in TRUNCATED[name] else contextlib.nullcontext():
+            without = contextlib.nullcontext()
+            if "peft" in TRUNCATED[name]:
+                kind = "ref" if TRUNCATED[name]["peft"] == "trained" else None
+                without = trl_utils.use_adapter(trainer.model, kind)
+            with without:
                 ref = scored(trainer, trainer.ref_model or trainer.model, output, kept)
             torch.testing.assert_close(output["ref_per_token_logps"][mask], ref[mask], rtol=0, atol=2e-6)
             assert (ref - old)[mask].abs().max() > 0.1

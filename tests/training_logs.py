@@ -34,6 +34,7 @@ def step_record(step: int, steps: int, noise: random.Random) -> Record:
         "divergence": 0.5 - 0.3 * solved + 0.02 * gauss(0, 1), "rollout_mismatch/mean": 2e-3 * noise.random(),
         "rollout_ess": 0.9 + 0.05 * noise.random(), "rollout_ratio/ess": 0.999, "rollout_ratio_sequence/ess": 0.95,
         "rollout_weight/dropped": 0.02, "rollout_weight/above": 0.01, "rollout_weight/below": 0.0,
+        "rollout_rejected": 0.0,
         "reward": reward, "reward_std": std, "reward_min": 0.0, "reward_max": 1.0, "reward_group_std": 0.8 * std,
         "rewards/arithmetic/mean": reward, "rewards/arithmetic/std": std, "zero_gradient_groups": best + worst,
         "all_min_groups": worst, "all_max_groups": best, "unscored": 0, "completions/count": 256,

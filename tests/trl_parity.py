@@ -82,17 +82,21 @@ def trl_arguments(folder: str, **options: Any) -> Any:
         return GRPOConfig(**{"output_dir": folder, **COMMON, **own, **options})
 
 
-def construct(cls: Any, family: str, *, peft: bool | dict[str, Any] | None = None, **given: Any) -> Any:
-    """A trainer of this class of a saved model, or with peft of an adapter to it: True, or options of LoraConfig."""
+def construct(cls: Any, family: str, *, peft: bool | str | dict[str, Any] | None = None, **given: Any) -> Any:
+    """A trainer of this class of a saved model, or with peft of an adapter to it: True, options of LoraConfig, or
+    "trained", one that the model brings."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
-    if peft:
-        from peft import LoraConfig
-
-        options = {} if peft is True else peft
-        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     given.setdefault("model", AutoModelForCausalLM.from_pretrained(saved_model(family)))
+    if peft:
+        from peft import LoraConfig, get_peft_model
+
+        options = dict(peft) if isinstance(peft, dict) else {}
+        if peft == "trained":
+            options["init_lora_weights"] = False  # neither of its matrices is 0
+        config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+        given |= {"model": get_peft_model(given["model"], config)} if peft == "trained" else {"peft_config": config}
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return cls(processing_class=tokenizer(), **given)

@@ -27,18 +27,48 @@ def check_fsdp2(options: dict[str, Any], *, head_alone: bool) -> None:
     whole, sharded = trainer(options), trainer(options)  # which start the process group
     inputs = test_trl.crafted_inputs(seed=dist.get_rank())
     whole._compute_loss(whole.model, inputs).backward()
+    shard(sharded.model, head_alone=head_alone)
+    sharded._compute_loss(sharded.model, inputs).backward()
+    assert_same_gradients(sharded.model, whole.model, (options, head_alone))
+
+
+def shard(model: Any, *, head_alone: bool = False) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = sharded.model
     for part in (*model.model.layers, *([model.lm_head] if head_alone else []), model):
         fully_shard(part, mesh=mesh)
-    sharded._compute_loss(model, inputs).backward()
-    found = dict(model.named_parameters())
-    for name, parameter in whole.model.named_parameters():
+
+
+def assert_same_gradients(sharded: Any, whole: Any, what: object) -> None:
+    found = dict(sharded.named_parameters())
+    for name, parameter in whole.named_parameters():
         expected = parameter.grad
         dist.all_reduce(expected)
         expected /= dist.get_world_size()
         error = (found[name].grad.full_tensor() - expected).norm()
-        assert error <= 1e-5 * expected.norm() + 1e-8, (options, head_alone, name)
+        assert error <= 1e-5 * expected.norm() + 1e-8, (what, name)
+
+
+class Sharded(test_trl.integration.FusedGRPOTrainer):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        shard(self.model, head_alone=True)
+
+
+def check_truncated_sampling_under_fsdp2() -> None:
+    """The kept ids are recomputed from sharded weights; scores over them, and gradients, are those of whole ones."""
+    options = dict(top_k=9, top_p=0.9, beta=0.1, vllm_importance_sampling_mode="token_truncate")
+    runs = []
+    for cls in (test_trl.integration.FusedGRPOTrainer, Sharded):
+        made, batch = test_trl.sampled_by(cls, test_trl.sampled_elsewhere, **options)
+        made.current_gradient_accumulation_steps = 1
+        made._compute_loss(made.model, batch).backward()
+        runs.append((made, batch))
+    (whole, expected), (sharded, found) = runs
+    assert torch.equal(found["support_counts"], expected["support_counts"]) and found["support_counts"].max() <= 10
+    assert all(map(torch.equal, found["support_ids"], expected["support_ids"]))
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        torch.testing.assert_close(found[name], expected[name])
+    assert_same_gradients(sharded.model, whole.model, options)
 
 
 ZERO_3: dict[str, Any] = {
@@ -80,6 +110,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = trl_parity.worker(*sys.argv[2:])
     check_truncated_sampling()
+    check_truncated_sampling_under_fsdp2()
     check_fsdp2({"loss_type": "dapo"}, head_alone=False)
     check_fsdp2({"loss_type": "grpo", "top_entropy_quantile": 0.5}, head_alone=True)
     if find_spec("deepspeed"):

@@ -60,7 +60,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     On top of TRL's importance weights of vLLM, for a batch of generations of all processes: rollout_is_batch_normalize
     divides them by their mean, then rollout_rs, options of `grpo_kernels.rejection_mask`, makes weights 0, of the share
-    sampling/rejected of the tokens.
+    sampling/rejected of the tokens; with rollout_rs_mask=True these tokens leave the loss and its counts of tokens, as
+    in verl.
     Where top_k, top_p or min_p truncate sampling, all log-probabilities are over the ids that were kept: those that a
     pass of the policy over each rollout recomputes (`sampling_support`), or the field `sampling_mask` of a
     rollout_func, a list of ids per completion and token. Logged: sampling/kept_mass, their probability among all ids;
@@ -71,7 +72,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
             off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
             quantised lm_head; with truncated sampling what else changes logits (penalties, banned ids, least lengths);
-            rollout_rs or rollout_is_batch_normalize without importance weights.
+            rollout_rs or rollout_is_batch_normalize without importance weights, rollout_rs_mask without rollout_rs.
     """
 
     beta: float  # TRL's, as the next two
@@ -81,11 +82,15 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def __init__(
         self, *args: Any, sparse_backward: float | None = None, truncated_support: bool = True,
-        rollout_rs: Mapping[str, Any] | None = None, rollout_is_batch_normalize: bool = False, **kwargs: Any,
+        rollout_rs: Mapping[str, Any] | None = None, rollout_rs_mask: bool = False,
+        rollout_is_batch_normalize: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
         rollout_is_batch_normalize = check_flag("rollout_is_batch_normalize", rollout_is_batch_normalize)
+        self._rollout_rs_mask = check_flag("rollout_rs_mask", rollout_rs_mask)
         if rollout_rs is not None:
             check_rejections(rollout_rs, "rollout_rs")
+        elif rollout_rs_mask:
+            raise ValueError("rollout_rs_mask=True has no effect without rollout_rs; leave it out")
         super().__init__(*args, **kwargs)
         self._truncation = truncation_of(self) if check_flag("truncated_support", truncated_support) else None
         self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
@@ -172,7 +177,11 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._rollout_rs is not None:
             old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
             kept = rejection_mask(old, sampled, self._rollout_rs, completion_mask=mask)
-            batch[name] = batch[name] * kept
+            if self._rollout_rs_mask:  # by the mask of TRL that hides no token from the model
+                batch["tool_mask"] = kept.to(batch["completion_mask"].dtype)
+                batch["num_items_in_batch"] = self.accelerator.gather(kept.sum()).sum()
+            else:
+                batch[name] = batch[name] * kept
             self._log_sums({"sampling/rejected": ((mask & ~kept).sum(), mask.sum())})
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

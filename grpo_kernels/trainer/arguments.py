@@ -33,6 +33,7 @@ RANGES: dict[Any, Callable[[float], bool]] = {
     "at least 1": lambda x: x >= 1,
     "a positive number: ratios need probabilities": lambda x: x > 0,
     "a number in (0, 1]": lambda x: 0 < x <= 1,
+    "a number in [0, 1]": lambda x: 0 <= x <= 1,
     "a finite number": math.isfinite,
 }
 Count: TypeAlias = Annotated[int, "at least 1"]
@@ -40,6 +41,7 @@ Natural: TypeAlias = Annotated[int, "at least 0"]
 Size: TypeAlias = Annotated[float, "at least 0"]
 Positive: TypeAlias = Annotated[float, "a positive number: ratios need probabilities"]
 Share: TypeAlias = Annotated[float, "a number in (0, 1]"]
+Part: TypeAlias = Annotated[float, "a number in [0, 1]"]
 Finite: TypeAlias = Annotated[float, "a finite number"]
 Loss: TypeAlias = Annotated[str, ("fused", "eager")]
 Preset: TypeAlias = Annotated[str, tuple(available_presets())]
@@ -141,6 +143,7 @@ class TrainArguments:
     temperature: Positive = _option(1.0, "of sampling, and of the loss")
     top_p: Share = _option(1.0, "sample from the likeliest ids with this mass; the loss is over the ids kept")
     top_k: Natural = _option(0, "sample from the likeliest so many; 0: all")
+    min_p: Part = _option(0.0, "sample from ids with at least this share of the likeliest's probability; 0: all")
     dynamic_sampling: bool = _option(False, "leave groups of equal rewards out of the loss and its denominators")
 
     use_vllm: bool = _option(False, "sample with vLLM, an engine beside each process")
@@ -153,6 +156,7 @@ class TrainArguments:
     rollout_rs: Json | None = _option(
         None, 'weight 0 beyond these bounds of rejection_mask, as JSON: {"token_k1": [0.5, 2.0], "seq_mean_k3": 0.01}'
     )
+    rollout_rs_mask: bool = _option(False, "leave what is rejected out of the loss and its denominators, as verl does")
 
     per_device_train_batch_size: Count = _option(8, "completions in a forward and backward pass")
     gradient_accumulation_steps: Count = _option(1, "passes per optimizer step")
@@ -213,7 +217,7 @@ class TrainArguments:
     @property
     def truncates(self) -> bool:
         """Whether sampling keeps a part of the vocabulary."""
-        return self.top_p < 1.0 or self.top_k > 0
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
     def corrects(self) -> bool:
@@ -320,13 +324,14 @@ class TrainArguments:
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
             (a.share_prompts and a.gradient_checkpointing,
              "share_prompts keeps the keys and values that gradient_checkpointing recomputes: expected one of them"),
-            (a.loss == "eager" and a.truncates, "loss='eager' is over all ids: top_p and top_k do not go with it"),
+            (a.loss == "eager" and a.truncates,
+             "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
             (teaches and (a.loss == "eager" or a.truncates or config.sparse_backward is not None),
-             "a teacher needs the exact loss over all ids: loss='eager', top_p, top_k and sparse_backward do not go "
-             "with teacher_model_name_or_path"),
+             "a teacher needs the exact loss over all ids: loss='eager', top_p, top_k, min_p and sparse_backward do "
+             "not go with teacher_model_name_or_path"),
             (teaches and config.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
             (a.use_vllm and a.truncates and not a.top_k,
-             "use_vllm with top_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
+             "use_vllm with top_p or min_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
         )  # fmt: skip
 
     def _without_effect(self, num_processes: int) -> Iterator[tuple[bool, str]]:
@@ -343,6 +348,7 @@ class TrainArguments:
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows")),
             ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode", "rollout_rs")),
+            ("rollout_rs", a.rollout_rs, ("rollout_rs_mask",)),
             ("use_vllm and a vllm_importance_sampling_mode",
              a.use_vllm and a.vllm_importance_sampling_mode != "none",
              ("vllm_importance_sampling_clip_max", "rollout_is_batch_normalize")),

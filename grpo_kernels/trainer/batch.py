@@ -102,6 +102,7 @@ def denominators(rows: Sequence[Completion], config: GRPOConfig, arguments: Trai
     Sums over passes and ranks divided by these are the loss of one large batch, whatever the split.
     """
     tokens = sum(len(c.ids) for c in rows if is_scored(c, arguments))
+    tokens -= sum(int(c.rejected.sum()) for c in rows if c.rejected is not None)
     sequences = sum(not c.dropped for c in rows)
     if config.aggregation in ("token_mean", "num_items"):
         count = tokens
@@ -117,11 +118,15 @@ def model_inputs(rows: Sequence[Completion], arguments: TrainArguments, pad_id: 
     lengths = torch.tensor([len(c.ids) for c in rows], device=device)
     present = torch.arange(ids.shape[1], device=device) < lengths[:, None]
     scored = torch.tensor([is_scored(c, arguments) for c in rows], device=device)
+    counted = present & scored[:, None]
+    rejected = [c.rejected for c in rows if c.rejected is not None]
+    if rejected:  # of all rows or none
+        counted &= ~_right_padded(rejected, 0.0, device)
     inputs: dict[str, Any] = {
         "input_ids": torch.cat([prompts, ids], dim=1),
         "attention_mask": torch.cat([prompt_mask, present.long()], dim=1),
         "completion_ids": ids,
-        "completion_mask": present & scored[:, None],
+        "completion_mask": counted,
     }
     if any(c.kept is not None for c in rows):
         kept: list[Any] = [c.kept if c.kept is not None else [()] * len(c.ids) for c in rows]
@@ -130,7 +135,8 @@ def model_inputs(rows: Sequence[Completion], arguments: TrainArguments, pad_id: 
 
 
 def assign_weights(rollout: Sequence[Completion], arguments: TrainArguments, device: Any) -> None:
-    """Set `weight` of each completion of a whole rollout, of which every rank has all: what is rejected gets 0."""
+    """Set `weight` of each completion of a whole rollout, of which every rank has all. What is rejected gets 0, or
+    leaves the mask as `rejected`."""
     a = arguments
     old, sampled = (_joined([getattr(c, name) for c in rollout], device) for name in ("old_logps", "logps"))
     mask = _joined([torch.full((len(c.ids),), float(is_scored(c, a))) for c in rollout], device)
@@ -143,7 +149,11 @@ def assign_weights(rollout: Sequence[Completion], arguments: TrainArguments, dev
         )  # fmt: skip
     if a.rollout_rs is not None:
         kept = rejection_mask(old, sampled, a.rollout_rs, completion_mask=mask)
-        weights = weights.view(len(rollout), -1) * kept
+        if not a.rollout_rs_mask:
+            weights = weights.view(len(rollout), -1) * kept
+        else:
+            for c, left_out in zip(rollout, (mask.bool() & ~kept).cpu(), strict=True):
+                c.rejected = left_out[: len(c.ids)].clone()
     for c, weight in zip(rollout, weights.cpu(), strict=True):
         c.weight = (weight[: len(c.ids)] if weight.dim() else weight).clone()
 

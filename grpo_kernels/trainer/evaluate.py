@@ -138,7 +138,7 @@ OPTIONS_OF_RUN = (
 READ = (
     "dtype", "use_cpu", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split",
     "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "reward_funcs", "reward_weights",
-    "reward_timeout", "max_completion_length", "temperature", "top_p", "top_k", "correct_at",
+    "reward_timeout", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "correct_at",
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
 )  # fmt: skip
 

@@ -203,6 +203,9 @@ def rollout_record(rollout: Sequence[Completion], num_generations: int) -> dict[
         "completions/clipped_ratio": fmean(not c.ended for c in rollout),
         "completions/unique_ratio": fmean(len({tuple(c.ids) for c in group}) / len(group) for group in groups),
     }
+    rejected = [c.rejected for c in rollout if c.rejected is not None]
+    if rejected:
+        found["rollout_rejected"] = torch.cat(rejected).double().mean().item()
     if scored:
         found |= _moments(torch.tensor(scored, dtype=torch.float64), "reward", "reward_std")
         found["reward_min"], found["reward_max"] = low, high

@@ -68,7 +68,8 @@ CHARTS = [
           {"rollout_ess": "weights", "rollout_ratio/ess": "token ratios", "rollout_ratio_sequence/ess": "products"},
           ("off_policy",), RULES["off_policy"].warning),
     Chart("Bounded weights", "share of tokens",
-          {"rollout_weight/dropped": "0", "rollout_weight/above": "from above", "rollout_weight/below": "from below"}),
+          {"rollout_weight/dropped": "0", "rollout_weight/above": "from above", "rollout_weight/below": "from below",
+           "rollout_rejected": "out of the loss"}),
     Chart("Seconds per step", "by part",
           {"seconds/rollout": "rollout", "seconds/rewards": "rewards", "seconds/update": "update"}),
 ]  # fmt: skip

@@ -38,7 +38,7 @@ class Completion:
     which end with the tokens step_ends.
     advantage: (), or (T,) from rewards of steps. dropped: left out of the loss and its denominators.
     old_logps, ref_logps: (T,) nats, under the policy before the rollout's updates and under the reference policy.
-    weight: () or (T,), what corrects for the sampling engine.
+    weight: () or (T,), what corrects for the sampling engine; rejected: (T,) bool, tokens that leave the mask for it.
     """
 
     group: int
@@ -59,6 +59,7 @@ class Completion:
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
     weight: Tensor | None = None
+    rejected: Tensor | None = None
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def draw(scores: Any, arguments: TrainArguments, greedy: bool) -> tuple[Tensor, 
         scores = scores / float(arguments.temperature)
     kept = None
     if arguments.truncates and not greedy:
-        keep = truncate(scores, Truncation(arguments.top_k, arguments.top_p))
+        keep = truncate(scores, Truncation(arguments.top_k, arguments.top_p, arguments.min_p))
         scores = scores.masked_fill(~keep, -math.inf)
         kept = [row.tolist() for row in keep.nonzero()[:, 1].split(keep.sum(1).tolist())]
     logps = scores.log_softmax(-1)

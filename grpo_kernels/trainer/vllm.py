@@ -55,7 +55,7 @@ class VLLM:
         try:
             yield
         except Exception as error:  # of any type
-            given = [name for name in ("vllm_kwargs", "top_p", "top_k") if self._arguments.is_given(name)]
+            given = [name for name in ("vllm_kwargs", "top_p", "top_k", "min_p") if self._arguments.is_given(name)]
             options = ", ".join(f"{name}={getattr(self._arguments, name)!r}" for name in given)
             # pydantic's hold the reason among the values of all fields
             reason = " ".join(e["msg"] for e in error.errors()) if hasattr(error, "errors") else str(error)
@@ -73,7 +73,7 @@ class VLLM:
         options = {
             "max_tokens": a.max_completion_length, "n": 1, "repetition_penalty": 1.0, "temperature": a.temperature,
             # Greedy by top_k: for a temperature of 0 there are no sampling masks.
-            "top_p": a.top_p, "top_k": 1 if greedy else a.top_k,
+            "top_p": a.top_p, "top_k": 1 if greedy else a.top_k, "min_p": a.min_p,
             "stop_token_ids": list(ends), "logprobs": 0, "detokenize": False,
         }  # fmt: skip
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
