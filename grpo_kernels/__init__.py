@@ -11,8 +11,7 @@ from .corrections import rejection_mask, rollout_weights
 from .distillation import DistillationOutput, fused_distillation_loss, fused_divergence
 from .kernels import available_backends
 from .logps import fused_logps, fused_top_k, sampling_support
-from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
-from .output import GRPOLossOutput
+from .loss import GRPOLossOutput, fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .policy import PolicyChunk, fused_policy_loss
 from .rewards import combine_advantages, entropy_quantile, group_advantages, process_advantages
 from .sampling_mask import SamplingMask

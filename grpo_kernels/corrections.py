@@ -15,6 +15,7 @@ from .checks.arguments import (
     check_offsets,
     check_tensor,
     check_token_tensor,
+    checks_values,
     num_sequences_of,
 )
 from .config import check_flag, check_number, check_one_of
@@ -187,5 +188,6 @@ def _check_logps(
     check_tensor("rollout_logps", rollout_logps)
     check_offsets(cu_seqlens, old_logps.numel())
     mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
-    check_numbers("old_logps", old_logps, mask)
+    if checks_values(old_logps.device):
+        check_numbers("old_logps", old_logps, mask)
     return sequences_of(old_logps.shape, cu_seqlens, old_logps.device), mask.reshape(-1)

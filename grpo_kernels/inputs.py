@@ -169,8 +169,9 @@ def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequence
         raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {came}")
     for name in ("advantages", *_PER_TOKEN):
         x = advantages if name == "advantages" else options.get(name)
-        per_sequence = name == "advantages" or name.endswith("_weights")
-        check_token_tensor(name, x, shape, num_sequences, per_token, per_sequence=per_sequence)
+        if x is not None:
+            per_sequence = name == "advantages" or name.endswith("_weights")
+            check_token_tensor(name, x, shape, num_sequences, per_token, per_sequence=per_sequence)
     if rewards is not None:
         check_rewards(rewards)
         check_tensor("rewards", rewards, per_token)

@@ -350,7 +350,8 @@ def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, 
     if completion_mask is not None:
         check_token_tensor("completion_mask", completion_mask, entropy.shape, -1, entropy)
         mask = completion_mask.bool()
-    check_numbers("entropy", entropy, mask)
+    if checks_values(entropy.device):
+        check_numbers("entropy", entropy, mask)
     values = entropy.detach().to(torch.promote_types(entropy.dtype, torch.float32))
     if mask is not None:
         values = values.masked_fill(~mask, torch.nan)

@@ -67,8 +67,8 @@ def select_tokens(
         if scored is not active and len(first) < (len(active) if scored is None else int(scored.count_nonzero())):
             rest = (~active if scored is None else scored & ~active).nonzero().squeeze(1)
         both = first if rest is None else torch.cat([first, rest])
-        has_gradient, scored = (None if len(x) == len(active) else x for x in (first, both))
-        return Selection(has_gradient, rest, scored, None)
+        has_gradient = None if len(first) == len(active) else first
+        return Selection(has_gradient, rest, None if len(both) == len(active) else both, None)
     flags = torch.stack([active] if scored is None or scored is active else [active, scored])
     numbers = flags.sum(1)
     if sequences is not None:

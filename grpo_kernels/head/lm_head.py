@@ -77,7 +77,11 @@ class LMHead:
             self.folded_bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
         device, dtype = hidden.device, hidden.dtype
         self.num_tokens = hidden.numel() // hidden.shape[-1]
-        self.flat_hidden = _flat_view(hidden)
+        self.flat_hidden: Tensor | None  # (N, H), None where only a copy could be that
+        try:
+            self.flat_hidden = hidden.view(-1, hidden.shape[-1])
+        except RuntimeError:
+            self.flat_hidden = None
         self.backend, self.wants, self.vocab_slice = backend, wants, vocab_slice
         self.vocab_size = len(weight) if vocab_slice is None else vocab_slice.vocab_size  # of all ranks
         self.fused_products: tuple[str, ...] = ()
@@ -339,15 +343,3 @@ class GivenLogits(HeldLogits):
 
     def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
         """The gradient is where it belongs already."""
-
-
-def _flat_view(hidden: Tensor) -> Tensor | None:
-    """(N, H) view of (B, T, H) or (N, H) hidden states, None where only a copy could be that."""
-    if hidden.dim() == 2:
-        return hidden
-    if hidden.is_contiguous():
-        return hidden.view(-1, hidden.shape[-1])
-    batch, length, width = hidden.shape
-    if batch == 1 or hidden.stride(0) == length * hidden.stride(1):
-        return hidden.as_strided((batch * length, width), (hidden.stride(1), hidden.stride(2)), hidden.storage_offset())
-    return None

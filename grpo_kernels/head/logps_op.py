@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_temperature, check_top_k, check_values
+from ..checks.arguments import check_temperature, check_top_k, check_values, checks_values
 from ..checks.plain import check_gathered, stored
 from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..kernels import get_backend
@@ -154,7 +154,7 @@ def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = 
     if mask is not None and mask.dim() < ids.dim():
         mask = mask[..., None].expand_as(ids)
     check_values(ids, mask, vocab_size, cu_seqlens)
-    if temperature is not None:
+    if temperature is not None and checks_values(temperature.device):
         check_temperature(temperature, None if call.tokens.mask is None else call.tokens.mask.bool())
 
 

@@ -134,12 +134,12 @@ def signature(*tensors: Tensor | None) -> list[tuple[object, ...] | None]:
 
 
 @contextmanager
-def broadcast_failure(group: ProcessGroup | None, hidden: object) -> Iterator[None]:
+def broadcast_failure(group: ProcessGroup, hidden: object) -> Iterator[None]:
     """Tell the other ranks, which wait in `exchange_and_check`, where this one refuses its arguments."""
     try:
         yield
     except Exception:
-        if group is not None and isinstance(hidden, Tensor):
+        if isinstance(hidden, Tensor):
             exchange(group, hidden.device, (0,) * (3 + len(_COMPARED)))
         raise
 

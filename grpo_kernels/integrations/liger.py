@@ -19,9 +19,8 @@ from ..checks.plain import check_plain
 from ..config import GRPOConfig, check_number, check_one_of, options_of_loss_type
 from ..distillation import divergence_of_beta, fused_divergence
 from ..logps import fused_logps
-from ..loss import fused_grpo_loss
+from ..loss import GRPOLossOutput, fused_grpo_loss
 from ..objective.sequences import Level
-from ..output import GRPOLossOutput
 from ..teacher import Teacher
 
 

@@ -22,8 +22,7 @@ from ..config import GRPOConfig, check_flag, check_sparse_backward
 from ..corrections import check_rejections, normalized, rejection_mask
 from ..logit_transform import logit_transform
 from ..logps import fused_logps
-from ..loss import fused_grpo_loss, grpo_loss_from_logps
-from ..output import GRPOLossOutput
+from ..loss import GRPOLossOutput, fused_grpo_loss, grpo_loss_from_logps
 from .lm_head import HeadInputs, lm_head_inputs
 from .trl_support import RolloutSupport, by_rows, of_rows, truncation_of
 

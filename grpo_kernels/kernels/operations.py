@@ -62,18 +62,18 @@ class Rows:
     def __init__(self, start: int, stop: int, index: Tensor | None = None) -> None:
         self.start, self.stop, self.index, self.count = start, stop, index, stop - start
 
-    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+    def take(self, x: Tensor) -> Tensor:
         """Returns the chunk's part of a per-token tensor; a view where the chunk is a range."""
         if self.index is None:
-            return x if self.count == x.shape[dim] else x.narrow(dim, self.start, self.count)
-        return x.index_select(dim, self.index)
+            return x if self.count == x.shape[0] else x.narrow(0, self.start, self.count)
+        return x.index_select(0, self.index)
 
-    def put(self, destination: Tensor, values: Tensor, dim: int = 0) -> None:
+    def put(self, destination: Tensor, values: Tensor) -> None:
         """Writes the chunk's values into a per-token tensor."""
         if self.index is None:
-            destination.narrow(dim, self.start, self.count).copy_(values)
+            destination.narrow(0, self.start, self.count).copy_(values)
         else:
-            destination.index_copy_(dim, self.index, values)
+            destination.index_copy_(0, self.index, values)
 
     def tokens(self, device: torch.device) -> Tensor:
         """Returns the places in the batch, (C,) int64."""

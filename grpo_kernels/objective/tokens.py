@@ -103,7 +103,10 @@ _EVALUATED = (
 
 def rules_of(inputs: TokenInputs, config: Any, shape: torch.Size, has_teacher: bool) -> Rules:
     """Returns the rules of a call, kept with the configuration."""
-    constant = _constant_per_sequence(inputs, shape)
+    sequences = shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.numel() - 1
+    weights, constant = inputs.rollout_weights, is_per_sequence(inputs.advantages, shape, sequences)
+    if weights is not None:
+        constant = constant and is_per_sequence(weights, shape, sequences)
     key = constant, has_teacher, *map(type, inputs)
     found: Rules | None = config.derived.get(key)
     if found is None:
@@ -213,16 +216,8 @@ def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Lengths, weight: 
     return each if inputs.entropy_coef is None else each * inputs.entropy_coef.to(weight.dtype)
 
 
-def _constant_per_sequence(inputs: TokenInputs, shape: torch.Size) -> bool:
-    """Whether advantages and rollout weights have one value per sequence."""
-    sequences = shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.numel() - 1
-    weights = inputs.rollout_weights
-    if weights is not None and not is_per_sequence(weights, shape, sequences):
-        return False
-    return is_per_sequence(inputs.advantages, shape, sequences)
-
-
 def _derive(inputs: TokenInputs, config: Any, constant: bool, has_teacher: bool) -> Rules:
+    """constant: whether advantages and rollout weights have one value per sequence."""
     rule = SURROGATE_RULES[config.surrogate]
     has_rollout = inputs.rollout_logps is not None
     has_old = inputs.old_logps is not None or (rule.divides_by_rollout and has_rollout)

@@ -19,8 +19,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..config import GRPOConfig
 from ..integrations.transformers import fused_forward
 from ..logps import fused_logps
-from ..loss import fused_grpo_loss, grpo_loss_from_logps
-from ..output import GRPOLossOutput
+from ..loss import GRPOLossOutput, fused_grpo_loss, grpo_loss_from_logps
 from ..teacher import Teacher
 from . import missing_packages, reason_of
 from .arguments import TrainArguments

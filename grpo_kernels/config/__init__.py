@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from .kernels.operations import TeacherTransform
-from .logit_transform import logit_transform
-from .names import (
+from ..kernels.operations import TeacherTransform
+from ..logit_transform import logit_transform
+from ..names import (
     ADVANTAGE_BASELINES,
     ADVANTAGE_SCALES,
     DIVERGENCES,
@@ -27,12 +27,12 @@ from .names import (
     AdvantageScale,
     Divergence,
 )
-from .objective.aggregation import AGGREGATIONS, Aggregation, EntropyAggregation
-from .objective.kl import KL_ESTIMATORS, KLEstimator
-from .objective.sequences import Level
-from .objective.surrogates import SURROGATE_RULES as SURROGATE_RULES
-from .objective.surrogates import Surrogate
-from .trl_options import left_to_the_loop
+from ..objective.aggregation import AGGREGATIONS, Aggregation, EntropyAggregation
+from ..objective.kl import KL_ESTIMATORS, KLEstimator
+from ..objective.sequences import Level
+from ..objective.surrogates import SURROGATE_RULES as SURROGATE_RULES
+from ..objective.surrogates import Surrogate
+from .trl import left_to_the_loop
 
 # Kernels compute in float32, and some GPUs take what is smaller for 0.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
