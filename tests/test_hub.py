@@ -7,12 +7,12 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import kernels
 import pytest
 import torch
 
 import grpo_kernels as gk
 
-kernels = pytest.importorskip("kernels", reason="kernels is not installed: run make test")
 ROOT = Path(__file__).resolve().parents[1]
 
 

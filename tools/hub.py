@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = ("cpu", "cuda", "rocm")
 # A kernel may import torch, what torch brings, and itself: these need transformers, TRL and the like.
-LEFT_OUT = ("__main__.py", "benchmarks", "commands", "integrations", "trainer")
+LEFT_OUT = ("__main__.py", "commands", "integrations", "trainer")
 SUFFIXES = (".json", ".py")
 
 
