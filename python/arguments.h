@@ -4,8 +4,7 @@
 // the interpreter lock is released while a kernel runs. The last argument says where it runs: a number of threads, or a
 // stream's address.
 //
-// Only Python's stable ABI is used (Py_LIMITED_API, see tools/kernel_build/host.py): a module serves every later
-// Python.
+// Only Python's stable ABI is used (Py_LIMITED_API, tools/kernel_build/host.py): a module serves every later Python.
 #pragma once
 #include <Python.h>
 
