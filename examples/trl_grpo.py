@@ -11,9 +11,7 @@ from trl import GRPOConfig
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer as GRPOTrainer
 
-model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-steps = int(sys.argv[2]) if len(sys.argv) > 2 else 50
-rate = float(sys.argv[3]) if len(sys.argv) > 3 else 1e-6
+model, steps, rate = (*sys.argv[1:], *("HuggingFaceTB/SmolLM2-135M-Instruct", 50, 1e-6)[len(sys.argv) - 1 :])
 questions = ["Why is the sky blue?", "What is a prime number?", "Who wrote Hamlet?", "How do plants grow?"]
 
 
@@ -31,8 +29,8 @@ trainer = GRPOTrainer(
         num_generations=4,
         num_iterations=2,
         max_completion_length=32,
-        learning_rate=rate,
-        max_steps=steps,
+        learning_rate=float(rate),
+        max_steps=int(steps),
         logging_steps=1,
         use_cpu=not torch.cuda.is_available(),
     ),
