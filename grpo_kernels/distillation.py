@@ -140,6 +140,8 @@ def fused_divergence(
     does not; under torch.compile the whole forward. Arguments as there; temperature may be a number, or one value per
     token or sequence."""
     name, group = "fused_divergence", vocab_parallel_group
+    if group is not None:
+        check_group(group)
     with nullcontext() if group is None else broadcast_failure(group, hidden):
         config = GRPOConfig(distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta)
         ids = _some_ids(name, hidden, full_weight(lm_head_bias) if group is None else None)

@@ -452,6 +452,8 @@ def refusals(rank: int, group) -> None:
             given = dict(hidden=mine.hidden, lm_head_weight=mine.weight, lm_head_bias=mine.bias, teacher=own)
             with pytest.raises(ValueError, match=message):
                 function(**given | (changes if only_here else {}), vocab_parallel_group=group)
+        with pytest.raises(TypeError, match="vocab_parallel_group is a str"):
+            function(**given, divergence="no", vocab_parallel_group="tp")
     for k in (0, VOCAB + 1 if only_here else 3):
         with pytest.raises(ValueError, match=r"k=|rank 1 of the group refused|config and other arguments"):
             gk.fused_top_k(
