@@ -1,5 +1,5 @@
-"""K ids per token: log-probabilities and their gradients, the likeliest ids, and a teacher on the policy's own ids,
-each against float64 in plain PyTorch; the divergence also against TRL's."""
+"""K ids per token: log-probabilities and their gradients, the likeliest ids, and a teacher on the policy's own ids in
+16 bits, each against float64 in plain PyTorch; the divergence also against TRL's. test_teacher.py: in float32."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Batch, call, leaves, make_batch, off_policy, packed, reference, relative
-from test_teacher import MODES, VOCAB, config_of, make_teacher
+from helpers import Batch, call, fused, leaves, make_batch, packed, reference, relative
+from test_teacher import MODES, VOCAB, batch_of, config_of, exact_log_p, make_teacher
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -26,14 +26,6 @@ LOGITS: dict[str, dict[str, Any]] = {
     "softcap, scale, temperature": dict(logit_softcap=4.0, logit_scale=0.7, temperature=1.3),
     "a temperature per token": dict(temperature=torch.linspace(0.5, 2.0, 24).view(4, 6)),
 }
-
-
-def exact_log_p(batch: Batch, *, temperature: Any = 1.0, logit_scale: float = 1.0, logit_softcap: Any = None) -> Tensor:
-    """(..., V) of what the batch holds, in its type."""
-    z = logit_scale * (batch.hidden @ batch.weight.T + (0.0 if batch.bias is None else batch.bias))
-    z = z if logit_softcap is None else logit_softcap * (z / logit_softcap).tanh()
-    temperature = temperature[..., None] if isinstance(temperature, Tensor) else temperature
-    return (z / temperature).log_softmax(-1)
 
 
 def make_ids(batch: Batch, k: int = K) -> Tensor:
@@ -235,79 +227,6 @@ def test_top_k_makes_a_teacher():
 # --- a teacher on the policy's own ids --------------------------------------------------------------------------------
 
 
-def known_at(batch: Batch, config: gk.GRPOConfig, teacher: gk.Teacher) -> gk.TopKTeacher:
-    """What the teacher says of the policy's likeliest ids, in float64, for the specification."""
-    options = {name: getattr(config, name) for name in ("temperature", "logit_scale", "logit_softcap")}
-    log_p = exact_log_p(batch.cast(torch.float64), **options)
-    own = Batch(teacher.hidden.double(), teacher.weight.double(), batch.ids, None, teacher.bias.double())
-    options |= {name: getattr(teacher, name) for name in ("logit_scale", "logit_softcap")}
-    ids = log_p.topk(teacher.top_k, -1).indices
-    return gk.TopKTeacher(ids, exact_log_p(own, **options).gather(-1, ids), teacher.mode)
-
-
-PASSES: dict[str, dict[str, Any]] = {
-    "one chunk": {},
-    "KL, entropy bonus, in chunks": dict(beta=0.1, entropy_coef=0.05, chunk_rows=5),
-    "softcap, scale, temperature": dict(logit_softcap=3.0, logit_scale=0.7, temperature=1.3, chunk_rows=16),
-    "whole sequences": dict(importance_sampling_level="sequence", chunk_rows=12, aggregation="seq_mean"),
-    "sequences beyond a chunk": dict(importance_sampling_level="sequence", chunk_rows=3),
-    "a temperature per token": dict(temperature=torch.linspace(0.5, 2.0, 36).view(6, 6)),
-    "every row": dict(static_shapes=True),
-    "only tokens with a gradient": dict(score_inactive=False, chunk_rows=7),
-}
-WAYS = [
-    *itertools.product(("cpu", "torch"), PASSES, MODES),
-    *((backend, "softcap, scale, temperature", mode) for backend in ("triton", "cuda") for mode in MODES),
-]
-
-
-def batch_of(config: gk.GRPOConfig) -> Batch:
-    batch = off_policy(make_batch(2, sequences=6, bias=True, masked=True), config)
-    batch.advantages[1] = 0.0
-    return batch
-
-
-def mine(batch: Batch, config: gk.GRPOConfig, backend: str, teacher: gk.Teacher) -> Any:
-    own = leaves(batch.with_options(teacher=teacher))
-    out = call(own, config, backend)
-    out.loss.backward()
-    return out, own
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize(("backend", "name", "mode"), WAYS)
-def test_a_teacher_on_the_policys_ids(backend, name, mode, divergence):
-    config = config_of(divergence, **PASSES[name])
-    batch, teacher = batch_of(config), make_teacher((6, 6), logit_scale=0.8, logit_softcap=4.0)
-    teacher = dataclasses.replace(teacher, top_k=K, mode=mode)
-    known, mask = known_at(batch, config, teacher), batch.options["completion_mask"]
-    exact = reference(batch.with_options(teacher=known), config)
-    teacher.hidden[~mask] = math.nan
-    out, own = mine(batch, config, backend, teacher)
-    found = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.entropy}
-    found |= {name: getattr(own, name).grad for name in ("hidden", "weight", "bias")}
-    wanted = {"loss": exact.loss, "logps": exact.logps, "entropy": exact.entropy} | exact.grads
-    for key, x in wanted.items():
-        assert relative(found[key], x, 1.0 if key == "loss" else 0.0) < 3e-6, key
-    assert ("divergence/mass" in out.metrics) == (mode != "renormalize")
-    if mode != "renormalize":
-        assert relative(out.metrics["divergence/mass"], known.logps[mask].exp().sum() / mask.sum()) < 2e-6
-    assert relative(out.metrics["divergence"], exact.metrics["divergence"], 1.0) < 2e-6
-
-
-@pytest.mark.parametrize("k", [1, VOCAB])
-def test_one_id_and_the_whole_vocabulary(k):
-    """On all ids each mode is the divergence over the vocabulary."""
-    for divergence, mode, backend in itertools.product(DIVERGENCES, MODES, ("cpu", "torch")):
-        config = config_of(divergence, chunk_rows=7)
-        batch = batch_of(config)
-        teacher = dataclasses.replace(make_teacher((6, 6)), top_k=k, mode=mode)
-        known = known_at(batch, config, teacher) if k == 1 else make_teacher((6, 6))
-        exact = reference(batch.with_options(teacher=known), config)
-        _, own = mine(batch, config, backend, teacher)
-        assert relative(own.hidden.grad, exact.grads["hidden"]) < 3e-6, (divergence, mode)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["cpu", "torch", "triton"])
 def test_a_teacher_on_the_policys_ids_in_16_bits(backend, mode):
@@ -316,18 +235,17 @@ def test_a_teacher_on_the_policys_ids_in_16_bits(backend, mode):
         config = config_of(divergence, chunk_rows=16)
         batch = batch_of(config).head_as(dtype)
         teacher = dataclasses.replace(make_teacher((6, 6)), top_k=K, mode=mode)
-        _, own = mine(batch, config, backend, teacher)
+        found = fused(batch.with_options(teacher=teacher), config, backend).grads
         with torch.no_grad():
             ids, _ = gk.fused_top_k(batch.hidden, batch.weight, K, lm_head_bias=batch.bias, backend=backend)
-        known = known_at(batch, config, teacher)
         log_q = exact_log_p(
             Batch(*(x.double() for x in (teacher.hidden, teacher.weight)), ids, None, teacher.bias.double())
         )
         known = gk.TopKTeacher(ids, log_q.gather(-1, ids), mode)
         exact = reference(batch.with_options(teacher=known), config)
         limit = 2e-2 if dtype == torch.bfloat16 else 2e-3
-        assert relative(own.hidden.grad, exact.grads["hidden"]) < limit
-        assert relative(own.weight.grad, exact.grads["weight"]) < limit
+        assert relative(found["hidden"], exact.grads["hidden"]) < limit
+        assert relative(found["weight"], exact.grads["weight"]) < limit
         with torch.autocast("cpu", dtype):
             wide = batch.head_as(torch.float32).with_options(teacher=teacher)
             assert relative(call(wide, config, backend).loss, exact.loss, 1.0) < limit
@@ -375,30 +293,6 @@ def test_equals_the_divergence_of_trls_self_distillation(mode, divergence):
             (wide.hidden @ wide.weight.T + wide.bias) / 0.8, of_teacher / 0.8, distillation_topk=20,
             distillation_alpha=alpha, distillation_add_tail=mode == "tail",
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_teacher_of_packed_tokens_none_and_a_frozen_head(mode):
-    batch = packed(make_batch(2, masked=True))
-    teacher = dataclasses.replace(make_teacher(tuple(batch.ids.shape)), top_k=K, mode=mode)
-    known = known_at(batch, gk.GRPOConfig(), teacher)
-    given = dict(cu_seqlens=batch.options["cu_seqlens"], aggregation="seq_mean")
-    own, other = leaves(batch, "weight"), leaves(batch.cast(torch.float64), "weight")
-    out = gk.fused_distillation_loss(own.hidden, own.weight, teacher, **given)
-    out.loss.backward()
-    gk.fused_distillation_loss(other.hidden, other.weight, known, **given).loss.backward()
-    assert own.weight.grad is None and relative(own.hidden.grad, other.hidden.grad) < 3e-6
-    with torch.no_grad():
-        assert torch.equal(gk.fused_distillation_loss(own.hidden, own.weight, teacher, **given).loss, out.loss)
-    total = torch.zeros_like(batch.weight)
-    trained, exact = leaves(batch), leaves(batch.cast(torch.float64))
-    gk.fused_distillation_loss(trained.hidden, trained.weight, teacher, accumulate_into=total, **given).loss.backward()
-    gk.fused_distillation_loss(exact.hidden, exact.weight, known, **given).loss.backward()
-    assert trained.weight.grad is None and relative(total, exact.weight.grad) < 3e-6
-    mask = torch.zeros(4, 6, dtype=torch.bool)
-    plain, of_none = leaves(make_batch(2)), dataclasses.replace(make_teacher((4, 6)), top_k=K, mode=mode)
-    gk.fused_distillation_loss(plain.hidden, plain.weight, of_none, completion_mask=mask).loss.backward()
-    assert plain.hidden.grad.shape == (4, 6, 24) and not plain.hidden.grad.any()
 
 
 def test_a_teacher_of_an_adapted_head():
