@@ -41,7 +41,7 @@ from helpers import (
 )
 from option_space import POINTS, build, choose, size_of_loss
 from test_plain_tensors import check_dtensors
-from test_teacher import KINDS, MODES, config_of, make_teacher, make_top_k
+from test_teacher import KINDS, OWN, config_of, make_teacher, make_top_k, teacher_of
 from torch import Tensor, distributed
 
 import grpo_kernels as gk
@@ -197,13 +197,10 @@ def teachers(rank: int, group) -> None:
     """Over the whole vocabulary, at K ids, and on the policy's own ids, which ties may take from any slice; a chunk
     whose K ids are all of a slice."""
     chunks = ({}, dict(importance_sampling_level="sequence", chunk_rows=3), dict(logit_softcap=3.0, temperature=1.3))
-    whole_teacher = make_teacher((6, 6), logit_scale=0.8, logit_softcap=4.0)
-    for i, (divergence, kind) in enumerate(itertools.product(DIVERGENCES, (*KINDS, *(f"own {m}" for m in MODES)))):
+    for i, (divergence, kind) in enumerate(itertools.product(DIVERGENCES, (*KINDS, *OWN))):
         config = config_of(divergence, **chunks[i % 3])
-        batch, mode = batches(config), kind.removeprefix("own ")
-        teacher = whole_teacher if kind == "whole" else make_top_k((6, 6), mode, 40)
-        if kind.startswith("own"):
-            teacher = dataclasses.replace(whole_teacher, top_k=40, mode=mode)
+        batch, teacher = batches(config), teacher_of(kind, 40, logit_scale=0.8, logit_softcap=4.0)
+        if kind in OWN:
             batch.weight[20:50:2], batch.bias[20:50:2] = 0.0, 0.5
         batch = batch.with_options(teacher=teacher)
         one = fused(batch, config, BACKENDS[i % 2])
@@ -212,7 +209,7 @@ def teachers(rank: int, group) -> None:
         assert found.metrics.keys() == one.metrics.keys()
         for name, error in errors(found, one, loss_scale=1.0).items():
             assert error <= 2e-5, (divergence, kind, name, error)
-    narrow = batches(config_of("jsd")).with_options(teacher=whole_teacher).head_as(torch.bfloat16)
+    narrow = batches(config_of("jsd")).with_options(teacher=teacher_of("whole")).head_as(torch.bfloat16)
     exact = reference(narrow, config_of("jsd"))
     one = errors(fused(narrow, config_of("jsd"), "cpu"), exact)
     found = whole(fused(sliced(narrow, rank, group), config_of("jsd"), "cpu"), group, rank)
