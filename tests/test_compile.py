@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from contextlib import nullcontext
 
@@ -12,7 +11,7 @@ import torch._dynamo.testing
 import torch.autograd.forward_ad as forward_ad
 import torch.fx.experimental.proxy_tensor
 from helpers import Batch, good_calls, leaves, make_batch, off_policy
-from test_teacher import MODES, make_teacher, make_top_k
+from test_teacher import KINDS, OWN, teacher_of
 from torch import func
 from torch._library.custom_ops import CustomOpDef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,17 +110,10 @@ def test_fused_grpo_loss(name, backend):
         assert_equal_runs(step, batch, "aot_eager", rewards=rewards, num_generations=2, **more)
 
 
-TEACHERS = {
-    "whole": make_teacher((4, 6)),
-    **{f"own ids, {mode}": dataclasses.replace(make_teacher((4, 6)), top_k=5, mode=mode) for mode in MODES},
-    **{f"K ids, {mode}": make_top_k((4, 6), mode) for mode in MODES},
-}
-
-
-@pytest.mark.parametrize("name", TEACHERS)
-def test_a_teacher(name):
+@pytest.mark.parametrize("kind", [*KINDS, *OWN])
+def test_a_teacher(kind):
     """Beside the loss, and alone; with its metrics."""
-    batch, teacher = off_policy(make_batch(1, bias=True, masked=True)), TEACHERS[name]
+    batch, teacher = off_policy(make_batch(1, bias=True, masked=True)), teacher_of(kind, shape=(4, 6))
     config, mask = gk.GRPOConfig(distill_coef=0.7, divergence="jsd"), batch.options["completion_mask"]
 
     def beside(*leaves):
@@ -147,7 +139,7 @@ def test_a_teacher(name):
         return (found.sin() * torch.arange(6)).sum(), found
 
     assert_equal_runs(per_token, batch, "aot_eager")
-    if name != "K ids, renormalize":
+    if kind != "renormalize":
         assert_equal_runs(alone, batch, "aot_eager")
         return
     with pytest.raises(Exception, match=r"(?s)teacher has mode 'renormalize'.*outside of torch\.compile|ValueError"):
@@ -326,7 +318,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     grads = [torch.randn(4, 6, dtype=wide), torch.zeros(4, 6, dtype=wide)]
     of_tokens, numbers = [batch.ids, mask, None, *kept], [1.0, 1.0, 0.0, 0.0]
     of_k = [torch.stack([batch.ids, batch.ids // 2, batch.ids], -1), mask, None, None, None]
-    key_of_teacher, of_teacher = teacher_to_key(dataclasses.replace(make_teacher((4, 6), dtype=dtype), top_k=5))
+    key_of_teacher, of_teacher = teacher_to_key(teacher_of("own tail", shape=(4, 6), dtype=dtype))
     taught = [batch.ids, *tokens[:-2], None, None, *of_teacher]
     distils, none = gk.GRPOConfig(distill_coef=0.5).key, ("", gk.GRPOConfig().key)
     of_divergence = [batch.ids, mask, None, None, None, *of_teacher]
