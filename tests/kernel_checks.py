@@ -128,7 +128,7 @@ def of_rows(stats: Statistics, rows: Rows) -> Statistics:
 def spread(rows: Rows, tokens: int, x: Tensor, elsewhere: float = math.nan) -> Tensor:
     """Per row -> per token, with something at all other tokens that must not be looked at."""
     out = torch.full((*x.shape[:-1], tokens), elsewhere, dtype=x.dtype)
-    rows.put(out, x, dim=x.dim() - 1)
+    rows.put(out.movedim(-1, 0), x.movedim(-1, 0))
     return out
 
 

@@ -16,7 +16,7 @@ class WeightGradient:
     once more."""
 
     def __init__(self, weight: Tensor, grad_dtype: torch.dtype, stored_dtype: torch.dtype, backend: Backend) -> None:
-        self.weight, self.grad_dtype, self.stored_dtype, self.backend = weight, grad_dtype, stored_dtype, backend
+        self.weight, self.stored_dtype, self.backend = weight, stored_dtype, backend
         self.total: Tensor | None = None
         self.sums_in_float32 = grad_dtype.itemsize == 2 and stored_dtype == torch.float32
 
@@ -44,8 +44,7 @@ class WeightGradient:
         """(whether nothing was added yet, the sum, which holds anything then)."""
         first = self.total is None
         if self.total is None:
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
-            dtype = wide if self.stored_dtype == wide or self.sums_in_float32 else self.weight.dtype
+            dtype = self.weight.dtype if self.stored_dtype.itemsize == 2 else self.stored_dtype
             self.total = torch.empty_like(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
         return first, self.total
 

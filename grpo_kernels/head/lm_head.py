@@ -111,19 +111,13 @@ class LMHead:
         self._chunk_rows, self._vocab_rows = chunk_rows, vocab_rows
         self.rows = self.rows_of(row_bytes)
         self.sequence_rows = chunk_rows or rows_of_sequences(row_bytes, device)
-        self.scratch = Scratch(
-            len(weight),
-            self._length(self.num_tokens, self.rows),
-            self.logits_dtype,
-            self.grad_dtype,
-            device,
-            teacher_dtype,
-        )
+        shape = len(weight), self._length(self.num_tokens, self.rows)
+        self.scratch = Scratch(*shape, self.logits_dtype, self.grad_dtype, device, teacher_dtype)
 
     @cached_property
     def hidden_matrix(self) -> Tensor:
         """(N, H); a copy where there is no such view."""
-        return self.hidden.reshape(-1, self.hidden.shape[-1]) if self.flat_hidden is None else self.flat_hidden
+        return self.hidden.reshape(-1, self.hidden.shape[-1])
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in their rows; -1 where another rank has them."""

@@ -67,17 +67,10 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
     if takes_operator(hidden, vocab_parallel_group=call.vocab_slice, accumulate_into=call.accumulate_into):
         batch, (teacher, of_teacher) = call.batch, teacher_to_key(call.teacher)
         loss, logps, entropy, found, others, divergence, *_ = grpo_loss(
-            hidden,
-            weight,
-            bias,
-            tokens=[call.completion_ids, *batch.tokens, *of_teacher],
-            num_groups=batch.num_groups,
-            config_key=batch.config.key,
-            backend=batch.backend,
-            compute_dtype=call.compute_dtype,
-            wants=list(call.wants),
-            teacher=teacher,
-        )
+            hidden, weight, bias, tokens=[call.completion_ids, *batch.tokens, *of_teacher], num_groups=batch.num_groups,
+            config_key=batch.config.key, backend=batch.backend, compute_dtype=call.compute_dtype,
+            wants=list(call.wants), teacher=teacher,
+        )  # fmt: skip
         results = loss, logps.detach(), entropy, found, others
         return (*results, divergence) if teacher else results
     if any(call.wants):
