@@ -18,14 +18,13 @@ struct Transform {
     float logit_scale, softcap;
 };
 
-// One chunk of rows of logits. The row kernels read what they need and leave the rest alone. Logits, gradient and
-// rounding errors are addressed by row, everything else by token.
+// One chunk of rows of logits. The row kernels read what they need and leave the rest alone. Logits and
+// gradient are addressed by row, everything else by token.
 struct RowArgs {
-    const void* logits;     // (rows, vocab), `logits_stride` elements between rows
-    const float* bias;      // (vocab,), added to every logit as it is loaded; may be null
-    void* grad;             // (rows, vocab); may start where logits starts, see rows.cpp
-    float* rounding_error;  // (rows,) what rounding took from the sampled id's gradient; may be null
-    const int64_t* ids;     // (tokens,) the sampled token
+    const void* logits;  // (rows, vocab), `logits_stride` elements between rows
+    const float* bias;   // (vocab,), added to every logit as it is loaded; may be null
+    void* grad;          // (rows, vocab); may start where logits starts, see rows.cpp
+    const int64_t* ids;  // (tokens,) the sampled token
     const float* temperature;
     float *logp, *entropy;
     double* lse;            // float32 would cost 1e-3 near 1e4

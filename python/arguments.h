@@ -98,8 +98,7 @@ inline void take(Arguments& given, gk::Transform& a) { given.read(a.logit_scale,
 // Of every row kernel: each gets null for what another one reads.
 inline void take(Arguments& given, gk::RowArgs& a) {
     given.read(a.logits, a.logits_dtype, a.logits_stride, a.rows, a.vocab, a.bias, a.ids, a.token_of, a.temperature,
-               a.logp, a.lse, a.entropy, a.dlogp, a.dentropy, a.grad, a.grad_dtype, a.grad_stride, a.rounding_error,
-               a.params);
+               a.logp, a.lse, a.entropy, a.dlogp, a.dentropy, a.grad, a.grad_dtype, a.grad_stride, a.params);
 }
 
 inline PyObject* to_python(bool result) { return PyBool_FromLong(result); }

@@ -21,7 +21,6 @@ from grpo_kernels.kernels.operations import (
     KeptRows,
     LogitChunk,
     LogitTransform,
-    RowGradients,
     Rows,
     SparseRows,
     SparseRule,
@@ -91,14 +90,14 @@ def statistics(rows: int, logits: torch.dtype, vocab: int = VOCAB, **given: Any)
 def gradient(rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB, **given: Any) -> object:
     """The gradient lies over the logits."""
     x = scratch(rows, logits, vocab)
-    over = RowGradients(x.view(gradient)[:, :vocab])
+    over = x.view(gradient)[:, :vocab]
     return BACKEND.gradient(chunk(rows, x[:, :vocab], **given), vector(2 * rows), vector(2 * rows), over)
 
 
 def gradient_own(rows: int, vocab: int) -> object:
     """A caller's own logits: where V is odd, most rows begin anywhere."""
     x = torch.empty(rows, vocab)
-    return BACKEND.gradient(chunk(rows, x), vector(2 * rows), vector(2 * rows), RowGradients(x))
+    return BACKEND.gradient(chunk(rows, x), vector(2 * rows), vector(2 * rows), x)
 
 
 def exponentials(

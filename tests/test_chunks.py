@@ -95,7 +95,7 @@ def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
 def test_dweight_is_summed_in_the_type_of_the_weight(dtype, wide, sum_dtype):
     head = meta_head(40, dtype, (False, True, False), chunk_rows=10, sums_wide=wide)
     for rows in head.chunks(None):
-        head.accumulate(rows, head.row_gradients(rows, head.scratch.logits(rows.count)).dlogits)
+        head.accumulate(rows, head.row_gradients(rows, head.scratch.logits(rows.count)))
         assert head.dweight.total.dtype == sum_dtype
     finished = head.gradients()
     assert finished.tensors[1].dtype == sum_dtype and finished.dtypes[1] == dtype

@@ -198,7 +198,7 @@ def test_the_wheel_for_this_torch_is_named_with_the_command_that_installs_it(mac
 
 def test_a_module_that_cannot_be_imported(machine):
     machine.without_kernels()
-    machine.patch.setattr(cuda_backend, "find_spec", lambda name: name)
+    machine.patch.setattr(cuda_backend, "find_spec", lambda name, package: name)
     taken, (said,) = auto()
     assert taken == "triton" and "the compiled CUDA kernels cannot be imported" in said
 

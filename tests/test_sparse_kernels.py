@@ -17,7 +17,6 @@ from grpo_kernels.kernels.operations import (
     SPARSE_ONE,
     LogitChunk,
     LogitTransform,
-    RowGradients,
     Rows,
     SparseRows,
     SparseRule,
@@ -59,7 +58,7 @@ class Given:
 
     def dense(self, kernels=TORCH) -> Tensor:
         out = torch.empty_like(self.chunk.logits, dtype=self.stats.logp.dtype)
-        kernels.gradient(self.chunk, self.dlogp, self.dentropy, RowGradients(out))
+        kernels.gradient(self.chunk, self.dlogp, self.dentropy, out)
         return out
 
     @property

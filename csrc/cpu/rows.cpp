@@ -74,13 +74,12 @@ static void sweep_row(const Row& row, Buffers& buffers, const RowGradient& gradi
     });
 }
 
-// Behind the sweep; and what rounding took from the entry.
+// Behind the sweep.
 template <class Out>
-static void store_sampled(const RowArgs& args, int64_t i, const RowGradient& gradient, char* out) {
+static void store_sampled(const RowGradient& gradient, char* out) {
     typename Out::Element lanes[kWidth];
     Out::store(lanes, splat(static_cast<float>(gradient.du_id)));
     reinterpret_cast<typename Out::Element*>(out)[gradient.sampled.column] = lanes[0];
-    if (args.rounding_error) args.rounding_error[i] = static_cast<float>(gradient.du_id - Out::load(lanes)[0]);
 }
 
 // From the statistics of the token.
@@ -90,7 +89,6 @@ static void row_gradient(const RowArgs& args, const TeacherArgs& given, int64_t 
     const int64_t token = args.token_of[i];
     char* out = static_cast<char*>(args.grad) + i * args.grad_stride * element_size(args.grad_dtype);
     const float weight = kHasTeacher ? given.weight[token] : 0.f, temperature = args.temperature[token];
-    if (args.rounding_error) args.rounding_error[i] = 0.f;
     if (args.dlogp[token] == 0.f && args.dentropy[token] == 0.f && weight == 0.f) {
         __builtin_memset(out, 0, args.vocab * element_size(args.grad_dtype));
         return;
@@ -113,7 +111,7 @@ static void row_gradient(const RowArgs& args, const TeacherArgs& given, int64_t 
         using Out = decltype(type);
         const auto sweep = row.capped ? sweep_row<Out, kDivergence, true> : sweep_row<Out, kDivergence, false>;
         sweep(row, buffers, gradient, teacher, others, out);
-        if (column >= 0) store_sampled<Out>(args, i, gradient, out);
+        if (column >= 0) store_sampled<Out>(gradient, out);
     });
 }
 

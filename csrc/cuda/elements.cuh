@@ -178,11 +178,7 @@ struct Target {
                 Type::round(x[k]);
         }
     }
-    GK_DEVICE float store_one(int column, float x) const {  // what is stored, after rounding
-        const Element rounded = Type::round(x);
-        row[column] = rounded;
-        return Type::load(rounded);
-    }
+    GK_DEVICE void store_one(int column, float x) const { row[column] = Type::round(x); }
 };
 
 }  // namespace gk::cuda

@@ -190,10 +190,7 @@ GK_DEVICE void gradient(const RowLaunch& launch) {
             write_gradient<capped.kOn, biased.kOn>(source, args.bias, target, scales, sweep, launch.overlap);
         });
     block_sync();  // all is written
-    if (thread_index() > 0) return;
-    float lost = 0.f;
-    if (sweep.column >= 0) lost = sweep.sampled - target.store_one(sweep.column, sweep.sampled);
-    if (args.rounding_error) args.rounding_error[row] = lost;
+    if (thread_index() == 0 && sweep.column >= 0) target.store_one(sweep.column, sweep.sampled);
 }
 
 }  // namespace gk::cuda

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks.plain import stored
-from ..kernels.operations import Backend, KeptPairs, RowGradients, Rows
+from ..kernels.operations import Backend, KeptPairs, Rows
 from .chunk_size import (
     Scratch,
     default_logits_dtype,
@@ -153,10 +153,9 @@ class LMHead:
             return max(1, min(count, most))
         return -(-count // -(-count // most))
 
-    def row_gradients(self, rows: Rows, logits: Tensor) -> RowGradients:
+    def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:
         """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
-        dlogits = self.scratch.over(logits) if self.in_place else self.scratch.gradients(rows.count)
-        return RowGradients(dlogits)
+        return self.scratch.over(logits) if self.in_place else self.scratch.gradients(rows.count)
 
     def release(self) -> None:
         """Let go of all scratch memory."""
@@ -305,8 +304,8 @@ class HeldLogits:
     def make_room(self, counts: Sequence[int]) -> None:
         """The logits are there."""
 
-    def row_gradients(self, rows: Rows, logits: Tensor) -> RowGradients:
-        return RowGradients(logits)
+    def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:
+        return logits
 
 
 class GivenLogits(HeldLogits):

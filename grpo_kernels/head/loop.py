@@ -259,8 +259,8 @@ class Chunk:
             read, dlogp, dentropy, entries = p.teacher.entries(read, p.sampled_ids, (dlogp, dentropy, weight))
         p.backend.gradient(read, dlogp, dentropy, written)
         if entries is not None:
-            entries.write(written.dlogits)
-        head.accumulate(rows, written.dlogits)
+            entries.write(written)
+        head.accumulate(rows, written)
 
 
 class Exponentials(Chunk):
@@ -270,7 +270,7 @@ class Exponentials(Chunk):
         p, head = self.shared, self.shared.head
         assert isinstance(head, LMHead) and p.backend.exponentials is not None
         read = self._read()
-        self.exponentials = head.row_gradients(self.rows, read.logits).dlogits
+        self.exponentials = head.row_gradients(self.rows, read.logits)
         self.unit = p.backend.exponentials(read, p.head_chunk(self.rows), self.exponentials)
 
     def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:

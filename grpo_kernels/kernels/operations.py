@@ -168,13 +168,6 @@ class HeadChunk(NamedTuple):
     transform: LogitTransform
 
 
-class RowGradients(NamedTuple):
-    """Where a row operation writes d loss / d logits."""
-
-    dlogits: Tensor  # (C, V), may start where the logits do
-    rounding_error: Tensor | None = None  # (C,) receives what rounding took from the sampled ids' entries
-
-
 class TokenMask(NamedTuple):
     """A SamplingMask, flat; or the part of it that lies in a slice of the vocabulary."""
 
@@ -255,8 +248,8 @@ class Backend:
     may be None are ways that head/ takes where they are there.
 
     statistics(chunk: LogitChunk): writes logp, lse and entropy; with a teacher its divergence, offset and lse.
-    gradient(chunk: LogitChunk, dlogp (N,), dentropy (N,), out: RowGradients): writes d loss / d logits, from d loss /
-        d logp, d loss / d entropy and the statistics.
+    gradient(chunk: LogitChunk, dlogp (N,), dentropy (N,), out (C, V)): writes d loss / d logits, from d loss / d logp,
+        d loss / d entropy and the statistics. `out` may start where the logits do.
     divergence(chunk: LogitChunk) -> (2, C): the shares of a slice of the vocabulary in the divergence and its offset,
         from log-sum-exps of both sides over the whole vocabulary.
     exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> unit (C,) float32: writes the statistics

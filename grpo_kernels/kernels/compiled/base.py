@@ -8,9 +8,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..operations import LogitChunk, RowGradients
+from ..operations import LogitChunk
 
-INTERFACE = 17  # csrc/layout.h has the same numbers
+INTERFACE = 18  # csrc/layout.h has the same numbers
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -27,14 +27,13 @@ def matrix(x: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def row_arguments(
-    chunk: LogitChunk, dlogp: Tensor | None = None, dentropy: Tensor | None = None, out: RowGradients | None = None
+    chunk: LogitChunk, dlogp: Tensor | None = None, dentropy: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[object, ...]:
     """Returns the fields of gk::RowArgs."""
     logits, rows, ids, temperature, stats, transform, bias, _ = chunk
-    dlogits, rounding_error = out or (None, None)
     if dlogp is not None and dentropy is not None:  # one that autograd expanded from one number has a stride of 0
         dlogp, dentropy = dlogp.contiguous(), dentropy.contiguous()
     return (
         *matrix(logits), *logits.shape, bias, ids, rows.start, rows.index, temperature, *stats, dlogp, dentropy,
-        *matrix(dlogits), rounding_error, *transform,
+        *matrix(out), *transform,
     )  # fmt: skip

@@ -16,7 +16,6 @@ from ..operations import (
     KeptPairs,
     KeptRows,
     LogitChunk,
-    RowGradients,
     SparseRows,
     SparseRule,
     TeacherLogits,
@@ -37,7 +36,7 @@ class CpuKernels:
         teacher = _NO_TEACHER if chunk.teacher is None else _teacher(chunk.teacher)
         self.module.stats(*row_arguments(chunk), *teacher, torch.get_num_threads())
 
-    def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
+    def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) -> None:
         teacher = _NO_TEACHER if chunk.teacher is None else _teacher(chunk.teacher)
         self.module.gradient(*row_arguments(chunk, dlogp, dentropy, out), *teacher, torch.get_num_threads())
 

@@ -16,7 +16,6 @@ from ..operations import (
     Backend,
     HeadChunk,
     LogitChunk,
-    RowGradients,
     Rows,
     Statistics,
     chunk_row_stride,
@@ -56,12 +55,12 @@ class CudaKernels:
     def statistics(self, chunk: LogitChunk) -> None:
         self.call(self.module.stats, chunk.logits.device, *row_arguments(chunk))
 
-    def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
+    def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) -> None:
         self.call(self.module.gradient, chunk.logits.device, *row_arguments(chunk, dlogp, dentropy, out))
 
     def exponentials(self, chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
         unit = torch.empty(len(out), dtype=torch.float32, device=out.device)
-        rows = row_arguments(chunk, out=RowGradients(out))
+        rows = row_arguments(chunk, out=out)
         self.call(self.module.exponentials, out.device, *rows, *_product(head.hidden, head), unit)
         return unit
 
@@ -116,7 +115,7 @@ class CudaKernels:
             workspace = torch.empty(self.module.fused_workspace(*size, *product), dtype=torch.uint8, device=device)
             self.call(
                 function, device, *matrix(None), *size, None, head.ids, 0, None, head.temperature, *stats, None, None,
-                *matrix(out), None, *head.transform, *product, *unit, workspace,
+                *matrix(out), *head.transform, *product, *unit, workspace,
             )  # fmt: skip
         return stats
 

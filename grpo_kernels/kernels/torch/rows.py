@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operations import LogitChunk, RowGradients, SparseRows, SparseRule, Statistics
+from ..operations import LogitChunk, SparseRows, SparseRule, Statistics
 from .sparse import start_of_sum, write_pairs
 from .teacher import divergence_gradient, put_divergence, sums
 from .transform import minus_lse, transformed
@@ -40,7 +40,7 @@ def divergence(chunk: LogitChunk) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
+def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) -> None:
     given = chunk.ids, chunk.temperature, chunk.stats.lse, chunk.stats.entropy, dlogp, dentropy
     ids, temperature, lse, entropy, dlogp, dentropy = (chunk.rows.take(x) for x in given)
     log_p, chain = _log_p(chunk, temperature, lse)
@@ -63,17 +63,13 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradien
     dz.mul_((chunk.transform.logit_scale / temperature)[:, None])
     if chain is not None:
         dz.mul_(chain)
-    dlogits, rounding_error = out
-    dlogits.copy_(dz.masked_fill_(zero_gradient[:, None], 0.0))
-    if rounding_error is not None:
-        exact, rounded = (x.gather(1, sampled).squeeze(1) for x in (dz, dlogits))
-        rounding_error.copy_(torch.where(known, exact - rounded, 0.0))
+    out.copy_(dz.masked_fill_(zero_gradient[:, None], 0.0))
 
 
 def sparse_gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: SparseRule, out: SparseRows) -> None:
     rows = chunk.rows
     dlogits = torch.empty_like(chunk.logits, dtype=out.values.dtype)
-    gradient(chunk, dlogp, dentropy, RowGradients(dlogits))
+    gradient(chunk, dlogp, dentropy, dlogits)
     steepness = chunk.transform.logit_scale / rows.take(chunk.temperature)
     scale = steepness * (rows.take(dlogp).abs() + rows.take(dentropy).abs())
     start = start_of_sum(rows.tokens(dlogits.device), rows.take(chunk.stats.lse), rule.first_id)

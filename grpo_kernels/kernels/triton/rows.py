@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import row_launch
-from ..operations import LogitChunk, LogitTransform, RowGradients, Rows, TeacherTransform
+from ..operations import LogitChunk, LogitTransform, Rows, TeacherTransform
 from .divergence import Pair, Side, divergence_gradient
 from .maths import INV_LN2, LN2, expm1, exponent, softcap
 
@@ -123,11 +123,8 @@ TeacherScalars = namedtuple("TeacherScalars", TeacherTransform._fields[1:])  # t
 
 
 class Gradient(NamedTuple):
-    """RowGradients. What rounding took, (C,), is asked for on a CPU only."""
-
     data: Tensor
     row_stride: int
-    rounding_error: Tensor | None
 
 
 @triton.jit
@@ -356,9 +353,6 @@ def gradient_kernel(
     if OPTIONS.ragged:
         for first in range(end, row.vocab, BLOCK // 2):
             store_columns(row, du, first, row.vocab, terms, pair, p, OPTIONS, BLOCK // 2)
-    if gradient.rounding_error is not None:
-        rounded = terms.du_id.to(du.dtype.element_ty).to(tl.float32)
-        tl.store(gradient.rounding_error + row.at, tl.where(terms.known, terms.du_id - rounded, 0.0), mask=row.live)
 
 
 # --- launchers ------------------------------------------------------------------------------------------------------
@@ -370,12 +364,12 @@ def statistics(chunk: LogitChunk) -> None:
     statistics_kernel[grid](*read_by(chunk), chunk.stats, len(chunk.logits), scalars(chunk.transform), **options)
 
 
-def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: RowGradients) -> None:
+def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) -> None:
     """d loss / d logits (C, V)."""
-    grid, options = row_options(chunk, out.dlogits)
+    grid, options = row_options(chunk, out)
     gradient_kernel[grid](
         *read_by(chunk), chunk.stats, dlogp.contiguous(), dentropy.contiguous(), len(chunk.logits),
-        Gradient(out.dlogits, out.dlogits.stride(0), out.rounding_error), scalars(chunk.transform), *teacher_of(chunk),
+        Gradient(out, out.stride(0)), scalars(chunk.transform), *teacher_of(chunk),
         **options,
     )  # fmt: skip
 
