@@ -84,8 +84,7 @@ def test_the_lm_head_without_them(monkeypatch, probed, missing):
         for rows in (*head.chunks(None), *head.chunks(ids[:2])):
             logits = head.logits(rows)
             assert logits.dtype == torch.float32 and logits.shape == (rows.count, 67)
-            head.row_gradients(rows, logits)
-            head.accumulate(rows, ids)
+            head.accumulate(rows, head.row_gradients(rows, logits))
         assert head.dweight.total.dtype == torch.float32
         finished = head.gradients()
     assert [x.shape for x in finished.tensors[:2]] == [(8, 24), (67, 24)]
