@@ -397,6 +397,19 @@ def test_accumulated_frozen_and_without_gradients(backend, kind):
     assert relative(found.float(), exact.loss, scale) < 3e-2
 
 
+@pytest.mark.parametrize("kind", ["whole", *OWN])
+def test_a_teacher_narrower_than_a_float64_policy(kind):
+    """Its products are in float32: those of the same numbers in float64 but for their rounding."""
+    batch, results = make_batch(2, dtype=torch.float64), []
+    for dtype in (torch.float32, torch.float64):
+        own, teacher = leaves(batch), teacher_of(kind, shape=(4, 6))
+        given = dataclasses.replace(teacher, **{n: getattr(teacher, n).to(dtype) for n in ("hidden", "weight", "bias")})
+        loss = gk.fused_distillation_loss(own.hidden, own.weight, given).loss
+        loss = loss + gk.fused_divergence(own.hidden, own.weight, given).sum()
+        results.append((loss.detach(), *torch.autograd.grad(loss, [own.hidden, own.weight])))
+    assert all(relative(x, y) <= 1e-6 and y.any() for x, y in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("top_k", [None, 5])
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16, torch.float16])
