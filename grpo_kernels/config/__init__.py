@@ -28,7 +28,7 @@ from ..names import (
     Divergence,
 )
 from ..objective.aggregation import AGGREGATIONS, Aggregation, EntropyAggregation
-from ..objective.kl import KL_ESTIMATORS, KLEstimator
+from ..objective.kl import KL_ESTIMATORS, PRODUCTS, KLEstimator
 from ..objective.sequences import Level
 from ..objective.surrogates import SURROGATE_RULES as SURROGATE_RULES
 from ..objective.surrogates import Surrogate
@@ -283,11 +283,11 @@ class GRPOConfig:
             raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
         if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl):
             raise ValueError("kl_estimator='none' contradicts beta != 0 and use_bias_correction_kl")
-        if self.kl_score_term and (self.kl_estimator not in ("k1", "k2", "k3", "abs") or self.use_bias_correction_kl):
+        if self.kl_score_term and (self.kl_estimator not in PRODUCTS or self.use_bias_correction_kl):
             raise ValueError(
                 f"kl_score_term=True with kl_estimator={self.kl_estimator!r} and use_bias_correction_kl="
-                f"{self.use_bias_correction_kl}; expected k1, k2, k3 or abs, and no bias correction, whose ratio has "
-                "that gradient already"
+                f"{self.use_bias_correction_kl}; expected {' or '.join(PRODUCTS)}, and no bias correction, whose ratio "
+                "has that gradient already"
             )
         if self.entropy_aggregation is not None:
             check_one_of("entropy_aggregation", self.entropy_aggregation, get_args(EntropyAggregation))

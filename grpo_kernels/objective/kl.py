@@ -40,7 +40,7 @@ def kl_estimate(c: Any, logp: Tensor, ref: Tensor) -> KL:
     if name == "k3":
         beyond = d > EXPONENT_LIMIT
         outside = beyond if outside is None else outside | beyond
-    product = _PRODUCTS[name](d) if c.use_bias_correction_kl or c.kl_score_term else None
+    product = PRODUCTS[name](d) if c.use_bias_correction_kl or c.kl_score_term else None
     if product is not None and outside is not None:
         product = torch.where(outside, 0.0 if c.kl_score_term else value, product)
     if c.kl_score_term and product is not None:
@@ -76,8 +76,8 @@ _ESTIMATORS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "k3": _k3,
     "abs": lambda d: (d.abs(), -d.sign()),
 }
-# value + slope: of k3 both are some exp(d), of which nothing is left in their sum
-_PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+# value + slope: of k3 both are some exp(d), of which nothing is left in their sum. What kl_score_term can be used with.
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: 1 - d,
     "k2": lambda d: d * (d / 2 - 1),
     "k3": lambda d: -d.clamp(max=EXPONENT_LIMIT),
