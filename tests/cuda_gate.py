@@ -103,7 +103,7 @@ def gate() -> int:
     flags = ["-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-I{newest.include}"]
     subprocess.run([*find_compiler(), *flags, ROOT / "tests" / "driver" / "layout.cpp"], check=True)
     folder, images = cuda.build_images(newest, "full")
-    runpy.run_path(str(ROOT / "examples" / "cpp" / "build.py"))["build"](folder / "example", newest)
+    runpy.run_path(str(ROOT / "examples" / "cpp" / "build.py"))["build_program"](folder / "example", newest)
     for other in older:
         cuda.build_images(other, SPECIFIC.removeprefix("sm_"))
     found = {}

@@ -23,8 +23,7 @@ from kernel_build import cpu, cuda  # noqa: E402
 from kernel_build.host import BuildError, HostModule, NinjaFile  # noqa: E402
 
 
-def build_program(program: Path) -> None:
-    compiler = cuda.find_device_compiler()
+def build_program(program: Path, compiler: cuda.Compiler) -> None:
     runtimes = sorted(compiler.include.parent.glob("lib*/libcudart.so*"))
     if not runtimes:
         raise BuildError(f"no libcudart beside {compiler.include}")
@@ -55,6 +54,6 @@ if __name__ == "__main__":
         if sys.argv[1] == "--extension":
             build_extension(Path(sys.argv[2]))
         else:
-            build_program(Path(sys.argv[1]))
+            build_program(Path(sys.argv[1]), cuda.find_device_compiler())
     except BuildError as error:
         sys.exit(f"build.py: {error}")
