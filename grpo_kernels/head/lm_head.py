@@ -29,7 +29,7 @@ from .chunk_size import (
 from .dweight import WeightGradient, pieces
 from .gradients import PrecomputedGradients, power_of_two_scale, stored_dtype
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
-from .vocab_parallel import VocabSlice
+from .vocab_parallel import VocabSlice, vocab_size_of
 
 
 class LMHead:
@@ -83,7 +83,7 @@ class LMHead:
         except RuntimeError:
             self.flat_hidden = None
         self.backend, self.wants, self.vocab_slice = backend, wants, vocab_slice
-        self.vocab_size = len(weight) if vocab_slice is None else vocab_slice.vocab_size  # of all ranks
+        self.vocab_size = vocab_size_of(weight, vocab_slice)
         self.fused_products: tuple[str, ...] = ()
         if backend.fused_products is not None and vocab_slice is None:
             self.fused_products = backend.fused_products(hidden, weight)
