@@ -1,7 +1,7 @@
 """The specification: what every backend must compute, in plain PyTorch and by autograd, at any floating precision.
 
 It holds the full (N, V) logits and is slow and large on purpose: one line per formula, `detach()` for stop-gradient.
-At run time it imports config.py and names.py alone. Symbols: N tokens (a (B, T) batch flattened, or packed),
+At run time it imports config/ and names.py alone. Symbols: N tokens (a (B, T) batch flattened, or packed),
 S sequences, V vocabulary; m is the mask, A the advantage, r the importance ratio. Natural logs, nats.
 """
 
@@ -61,7 +61,12 @@ def reference_grpo_loss(
         else:
             given = product(teacher.hidden, teacher.weight, teacher.bias).detach().to(logits.dtype)
             log_q = _log_softmax(given, temperature, teacher.logit_scale, teacher.logit_softcap)
-            options["divergence"] = divergence(config, log_p, log_q)
+            if teacher.top_k:
+                ids = logits.detach().argsort(dim=-1, descending=True, stable=True)[..., : teacher.top_k]
+                logps = log_q.gather(-1, ids)
+                options["divergence"] = top_k_divergence(config, log_p, ids, logps, teacher.mode)
+            else:
+                options["divergence"] = divergence(config, log_p, log_q)
     return reference_loss_from_logits(logits, completion_ids, advantages, config=config, **options)
 
 

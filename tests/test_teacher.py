@@ -73,20 +73,6 @@ def exact_log_p(batch: Batch, *, temperature: Any = 1.0, logit_scale: float = 1.
     return (z / temperature).log_softmax(-1)
 
 
-def specified(batch: Batch, config: gk.GRPOConfig) -> Batch:
-    """The batch as the specification takes it: with what a teacher says of the policy's likeliest ids, in float64."""
-    teacher = batch.options["teacher"]
-    if not isinstance(teacher, gk.Teacher) or teacher.top_k is None:
-        return batch
-    options = {name: getattr(config, name) for name in ("temperature", "logit_scale", "logit_softcap")}
-    log_p = exact_log_p(batch.cast(torch.float64), **options)
-    own = Batch(teacher.hidden.double(), teacher.weight.double(), batch.ids, None, teacher.bias.double())
-    options |= {name: getattr(teacher, name) for name in ("logit_scale", "logit_softcap")}
-    ids = log_p.topk(teacher.top_k, -1).indices
-    known = gk.TopKTeacher(ids, exact_log_p(own, **options).gather(-1, ids), teacher.mode)
-    return batch.with_options(teacher=known)
-
-
 def teacher_of(kind: str, k: int = 5, shape: tuple[int, ...] = (6, 6), **options: Any) -> gk.Teacher | gk.TopKTeacher:
     """Of one of KINDS or OWN."""
     if kind in MODES:
@@ -139,7 +125,7 @@ def test_beside_the_objective(backend, name, kind, divergence):
         teacher.ids[:3][teacher.ids[:3] == batch.ids[:3, :, None]] = -1
         # The sampled id is among those of some tokens, and not of others.
         teacher.ids[:3, :, 0], teacher.logps[:3, :, 0] = batch.ids[:3], -8.0
-    exact = reference(specified(batch, config), config)
+    exact = reference(batch, config)
     if kind not in MODES:
         teacher.hidden[~batch.options["completion_mask"]] = math.nan
     # Those that are known at K ids: the parts of the loss nearly cancel.
@@ -383,7 +369,7 @@ def test_shares_of_the_loss_and_metrics():
 def test_accumulated_frozen_and_without_gradients(backend, kind):
     config, scale = config_of("forward_kl"), 0.0 if kind == "whole" else 1.0  # parts of the loss nearly cancel
     batch = batch_of().with_options(teacher=teacher_of(kind))
-    exact, total = reference(specified(batch, config), config), torch.zeros_like(batch.weight)
+    exact, total = reference(batch, config), torch.zeros_like(batch.weight)
     own = leaves(batch, "bias")
     call(own, config, backend, accumulate_into=total).loss.backward()
     assert own.weight.grad is None and relative(total, exact.grads["weight"]) < 2e-6
@@ -441,7 +427,7 @@ def test_one_id_and_all_of_them(kind, k):
     for divergence, backend in itertools.product(DIVERGENCES, BACKENDS):
         config = config_of(divergence, chunk_rows=7)
         batch = batch_of(config).with_options(teacher=teacher_of(kind, k))
-        exact = reference(specified(batch, config), config)
+        exact = reference(batch, config)
         found = errors(fused(batch, config, backend), exact, loss_scale=0.0 if kind in MODES else 1.0)
         assert max(found.values()) <= 3e-6, (divergence, backend, found)
 

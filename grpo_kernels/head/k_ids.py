@@ -20,10 +20,10 @@ from ..kernels.operations import Backend, LogitChunk, Statistics
 from ..kernels.torch.transform import transformed
 from .vocab_parallel import VocabSlice
 
-BLOCK = 32  # logits whose maximum torch takes with vector instructions on a CPU
-# Of the search for the likeliest: rows at a time on a CPU, where 32 of 49,152 logits stay in its caches (K = 100: 92 us
-# per row, 144 with all 512 of a chunk), and on a GPU copies of logits.
-CPU_ROWS, PIECE_ELEMENTS = 32, 2**22
+# Of the search for the likeliest. Columns of a block whose maximum is taken: 32 where torch has vector instructions for
+# it and there are many more blocks than K, else 8; with fewer than DIRECT * K logits blocks gain nothing. At most
+# PIECE_ELEMENTS are copied at a time.
+BLOCKS, DIRECT, PIECE_ELEMENTS = (8, 32), 16, 2**22
 
 
 class KIdSlopes(NamedTuple):
@@ -206,35 +206,44 @@ def add_equal(ids: Tensor, x: Tensor) -> Tensor:
 
 
 def top_k(logits: Tensor, bias: Tensor | None, k: int) -> Tensor:
-    """(C, k) the columns of the largest logits (C, V) + bias (V,), in their order, ties by column.
-
-    All of them lie in the k blocks of columns with the largest maxima, ties by block: if one did not, each of these
-    blocks would have an element before it.
-    """
-    (count, vocab_size), blocks = logits.shape, logits.shape[1] // BLOCK
-    copies = bias is not None or logits.dtype.itemsize == 2 or blocks <= k  # all of the logits
-    size = CPU_ROWS
-    if logits.device.type != "cpu":
-        size = max(1, PIECE_ELEMENTS // (vocab_size if copies else k * BLOCK))
-    if count > size:
+    """(C, k) the columns of the largest logits (C, V) + bias (V,), in their order, ties by column."""
+    vocab_size = logits.shape[1]
+    slow = logits.device.type == "cpu" and logits.dtype.itemsize == 2  # torch's maximum of 16 bits on a CPU
+    copies = slow or bias is not None or vocab_size < DIRECT * k
+    size = max(1, PIECE_ELEMENTS // (vocab_size if copies else BLOCKS[1] * k))
+    if len(logits) > size:
         return torch.cat([top_k(x, bias, k) for x in logits.split(size)])
-    u = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    u = u if bias is None else u + bias
-    columns = torch.arange(vocab_size, device=logits.device).expand(count, -1)
-    if blocks > k:
-        main = u[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK))
-        chosen, rest = _first(main.amax(2), columns[:, :blocks], k), slice(blocks * BLOCK, vocab_size)
-        of_blocks = (chosen[:, :, None] * BLOCK + columns[:, None, :BLOCK]).flatten(1)
-        u = torch.cat([_of_columns(main, chosen).flatten(1), u[:, rest]], 1)
-        columns = torch.cat([of_blocks, columns[:, rest]], 1)
-    return _first(u, columns, k)
+    u = logits.float() if slow else logits
+    return _largest(u if bias is None else u + bias, k)
 
 
-def _first(u: Tensor, numbers: Tensor, k: int) -> Tensor:
-    """(C, k) the numbers (C, n), below 2^31, of the largest u (C, n), ties by number. NaN is the largest."""
-    if u.dtype == torch.float64:  # which does not fit in 64 bits with its number
-        numbers, order = numbers.sort(dim=1)
-        return numbers.gather(1, u.gather(1, order).sort(dim=1, descending=True, stable=True).indices[:, :k])
-    bits = (u + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return -(ordered.long() * 2**32 - numbers).topk(k, dim=1).values & 0xFFFFFFFF
+def _largest(u: Tensor, k: int, in_order: bool = True) -> Tensor:
+    """(C, k) the places of the largest u (C, n), ties by place: in the order of u, or in their own.
+
+    All of them lie in the k blocks of places with the largest maxima, ties by block: if one did not, each of these
+    blocks would have an element before it. The maxima and the elements of these blocks are searched in the same way.
+    """
+    n = u.shape[1]
+    if n < DIRECT * k:
+        return _largest_of_few(u, k, in_order)
+    block = BLOCKS[n > 8 * DIRECT * k]
+    end = n // block * block
+    blocks = u[:, :end].unflatten(1, (-1, block))
+    chosen = _largest(blocks.amax(2), k, in_order=False)
+    inside = _of_columns(blocks, chosen).flatten(1)
+    found = _largest(torch.cat([inside, u[:, end:]], 1) if end < n else inside, k, in_order)
+    of_block = found // block
+    places = chosen.gather(1, of_block.clamp(max=k - 1)) * block + found % block
+    return torch.where(of_block < k, places, found + (end - k * block)) if end < n else places
+
+
+def _largest_of_few(u: Tensor, k: int, in_order: bool) -> Tensor:
+    """As `_largest`, n < 2^31."""
+    if u.dtype == torch.float64:  # which does not fit in 64 bits with its place
+        places = u.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    else:
+        bits = (u.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+        key = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).long()  # in the order of u
+        key.bitwise_left_shift_(32).sub_(torch.arange(u.shape[1], device=u.device))
+        places = key.topk(k, dim=1, sorted=in_order).values.neg_().bitwise_and_(0xFFFFFFFF)
+    return places if in_order else places.sort(dim=1).values
