@@ -17,7 +17,7 @@ from ..rewards import group_advantages, process_advantages
 from ..sampling_mask import SamplingMask
 from . import RunError
 from .arguments import TrainArguments
-from .rollout import Completion, left_padded
+from .rollout import Completion, padded
 
 
 def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
@@ -113,18 +113,16 @@ def denominators(rows: Sequence[Completion], config: GRPOConfig, arguments: Trai
 
 def model_inputs(rows: Sequence[Completion], arguments: TrainArguments, pad_id: int, device: Any) -> dict[str, Any]:
     """What log-probabilities need: prompts padded on the left, completions on the right; masks go by position."""
-    prompts, prompt_mask = left_padded([c.prompt_ids for c in rows], pad_id, device)
-    ids = _right_padded([torch.tensor(c.ids) for c in rows], pad_id, device)
-    lengths = torch.tensor([len(c.ids) for c in rows], device=device)
-    present = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    prompts, prompt_mask = padded([c.prompt_ids for c in rows], pad_id, device, left=True)
+    ids, present = padded([c.ids for c in rows], pad_id, device, left=False)
     scored = torch.tensor([is_scored(c, arguments) for c in rows], device=device)
-    counted = present & scored[:, None]
+    counted = present.bool() & scored[:, None]
     rejected = [c.rejected for c in rows if c.rejected is not None]
     if rejected:  # of all rows or none
         counted &= ~_right_padded(rejected, 0.0, device)
     inputs: dict[str, Any] = {
         "input_ids": torch.cat([prompts, ids], dim=1),
-        "attention_mask": torch.cat([prompt_mask, present.long()], dim=1),
+        "attention_mask": torch.cat([prompt_mask, present], dim=1),
         "completion_ids": ids,
         "completion_mask": counted,
     }

@@ -24,7 +24,7 @@ from ..integrations.transformers import PLAIN_LAYERS, cache_argument, cache_of, 
 from . import reason_of
 from .arguments import TrainArguments
 from .ranks import Ranks
-from .rollout import infer, left_padded
+from .rollout import infer, padded
 
 MIB = 2**20
 CELLS = 128  # lengths of a static cache are multiples of it: graphs serve one length, prompts have many
@@ -335,7 +335,7 @@ def decoding_error(decode: Decoder) -> Decoding:
         rounded = _own_logps(lm, whole)
     rows, errors = torch.arange(len(twice)), []
     try:
-        logits = decode.start(*left_padded(prompts, 0, device))
+        logits = decode.start(*padded(prompts, 0, device, left=True))
         if decode.cached and decode.cache is None:
             return Decoding(math.inf, math.inf, "it keeps none")
         logits = decode.select(logits, twice.to(device))
@@ -367,7 +367,7 @@ def _errors(logps: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 def _own_logps(lm: Any, rows: Sequence[list[int]]) -> Tensor:
     """Log-probabilities (B, longest, V) of rows that are padded on the right, which changes no token before it."""
-    ids, mask = (tensor.flip(1) for tensor in left_padded([row[::-1] for row in rows], 0, lm.device))
+    ids, mask = padded(rows, 0, lm.device, left=False)
     positions = position_ids(unwrap_causal_lm(lm), mask)
     options = {} if positions is None else {"position_ids": positions}
     return _logps(lm(input_ids=ids, attention_mask=mask, use_cache=False, **options).logits)

@@ -6,14 +6,12 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils.rnn import pad_sequence
 
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
@@ -62,11 +60,16 @@ class Completion:
     rejected: Tensor | None = None
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:
-    """(ids, mask), (B, longest) int64, padded on the left."""
-    ids = [torch.tensor(row) for row in rows]
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    return pad(ids, padding_value=pad_id).to(device), pad([torch.ones_like(row) for row in ids]).to(device)
+def padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any, *, left: bool) -> tuple[Tensor, Tensor]:
+    """(ids, mask), (B, longest) int64, padded on one side. A tensor per row would take ten times as long."""
+    longest = max(map(len, rows))
+
+    def filled(row: Sequence[int], value: int) -> list[int]:
+        missing = [value] * (longest - len(row))
+        return [*missing, *row] if left else [*row, *missing]
+
+    ids, mask = [filled(row, pad_id) for row in rows], [filled([1] * len(row), 0) for row in rows]
+    return torch.tensor(ids, dtype=torch.int64).to(device), torch.tensor(mask, dtype=torch.int64).to(device)
 
 
 @torch.no_grad()

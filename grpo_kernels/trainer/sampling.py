@@ -14,7 +14,7 @@ from ..head.truncation import Truncation, truncate
 from . import RunError
 from .arguments import TrainArguments
 from .decoding import Decoder
-from .rollout import Sampled, left_padded
+from .rollout import Sampled, padded
 
 MAX_SHARE_LEFT = 0.75  # of a batch when rows that have ended leave it: each time the cache is copied
 
@@ -48,7 +48,7 @@ def generate(
     decode = decoder or Decoder(lm)
     distinct = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
     rows = torch.arange(len(distinct)).repeat_interleave(torch.tensor([count for _, count in distinct]))
-    logits = decode.start(*left_padded([prompt for prompt, _ in distinct], pad_id, lm.device))
+    logits = decode.start(*padded([prompt for prompt, _ in distinct], pad_id, lm.device, left=True))
     logits = decode.select(logits, rows.to(lm.device))
     sampled: list[list[tuple[int, float, list[int]]]] = [[] for _ in prompts]  # ids, log-probabilities, kept ids
 
