@@ -1,6 +1,6 @@
 """What K ids per token cost at SmolLM2's head: a step with a teacher on the policy's likeliest ids over one without, K
-log-probabilities over one, finding K ids over scoring. Rounds are interleaved in one process; medians of wall time, and
-of processor time, which other work on the machine stretches less.
+log-probabilities over one, finding K ids, or those that truncated sampling kept, over scoring. Rounds are interleaved in
+one process; medians of wall time, and of processor time, which other work on the machine stretches less.
 
     OMP_NUM_THREADS=1 python bench/top_k_step.py bench/results/steps/top-k.json
 """
@@ -26,7 +26,11 @@ CPU = torch.device("cpu")
 # Before the first run: of a token's 2 ms in one thread the search takes 0.1, gathers and O(K) arithmetic 0.06; the
 # normaliser is a fourth product, and "tail" takes the row's statistics twice.
 PREDICTED = {"renormalize": 1.08, "truncate": 1.42, "tail": 1.45, "K log-probabilities": 1.03, "top K": 1.2}
-BASES = {"K log-probabilities": "one log-probability", "top K": "scoring"}
+RULES: dict[str, dict[str, Any]] = {
+    "min_p 0.05": dict(min_p=0.05), "top_k 50": dict(top_k=50), "top_k 50, top_p 0.9": dict(top_k=50, top_p=0.9),
+    "top_p 0.9": dict(top_p=0.9),
+}  # fmt: skip
+BASES = {"K log-probabilities": "one log-probability", **dict.fromkeys(("top K", *RULES), "scoring")}
 
 
 def steps() -> dict[str, Callable[[], Any]]:
@@ -52,6 +56,8 @@ def steps() -> dict[str, Callable[[], Any]]:
     found["K log-probabilities"] = lambda: logps(several)
     found["scoring"] = torch.no_grad()(lambda: gk.fused_logps(*leaves, several[..., 0]))
     found["top K"] = lambda: gk.fused_top_k(*leaves, K)
+    for name, rule in RULES.items():
+        found[name] = partial(gk.sampling_support, *leaves, several[..., 0], **rule)
     return found
 
 
