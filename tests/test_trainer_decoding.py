@@ -67,6 +67,13 @@ def test_a_static_cache_gives_the_tokens_of_the_plain_loop(family):
     assert decoding_error(decoder).error < 0.01
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_static_cache_serves_under_autocast(family):
+    """Where keys, values and the weights differ in type."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert decoding_error(StaticDecoder(tiny(family), rows=8, new_tokens=LENGTH)).error < 0.5
+
+
 def test_a_cache_grows_with_its_batches():
     model = tiny("llama", max_position_embeddings=256)
     decoder, shapes = StaticDecoder(model, rows=4, new_tokens=LENGTH), []

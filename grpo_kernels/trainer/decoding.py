@@ -258,8 +258,9 @@ class _Layer(StaticLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, self.cumulative_length, key_states)
-        self.values.index_copy_(2, self.cumulative_length, value_states)
+        # Under autocast values may have fewer bits than keys, and those of a prompt have as many.
+        self.keys.index_copy_(2, self.cumulative_length, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.cumulative_length, value_states.to(self.values.dtype))
         return self.keys, self.values
 
 
