@@ -121,14 +121,14 @@ def test_a_step_neither_reads_nor_copies_what_a_graph_could_not(family, monkeypa
 # --- graphs, recorded -------------------------------------------------------------------------------------------------
 
 
+POOL = (0, 1)
+
+
 class Graph:
     """What a CUDA graph does: the operations of one step, on the same tensors each time."""
 
     def __init__(self):
         self.calls = []
-
-    def pool(self):
-        return (1, 0)
 
     def replay(self):
         for function, args, options, found in self.calls:
@@ -156,13 +156,12 @@ def captures(monkeypatch):
     found = []
 
     def graph(graph, pool, *, capture_error_mode):
-        assert capture_error_mode == "thread_local" and pool in (None, (1, 0))
+        assert capture_error_mode == "thread_local" and pool == POOL
         found.append(graph)
         return Recording(graph.calls)
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {
-        "CUDAGraph": Graph, "Stream": lambda: stream, "current_stream": lambda: stream, "graph": graph,
+        "CUDAGraph": Graph, "graph": graph, "graph_pool_handle": lambda: POOL, "current_stream": lambda: "stream",
         "stream": lambda stream: contextlib.nullcontext(), "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None, "memory_reserved": lambda: 1000 * len(found),
     }.items():  # fmt: skip
@@ -226,19 +225,30 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(captures, monkeypatch):
     assert modes[-2:] == ["error", 0] and not captures
 
 
-def test_a_capture_that_fails_leaves_the_generator_as_it_was(captures, monkeypatch):
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_capture_that_fails_leaves_generator_and_allocator_as_they_were(ended, captures, monkeypatch):
+    """ended: by torch, since it was only the step that failed."""
+
     class Failing(Recording):
         def __exit__(self, *args):
             super().__exit__(*args)
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    states = []
+    def end(device, pool):
+        if ended:
+            raise RuntimeError("not currently recording to mempool_id")
+        calls.append(("end", device, pool))
+
+    states, calls = [], []
     generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, **options: Failing([]))
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: calls.append(("release", *of)), raising=False)
     found = decoding_error(with_graphs(tiny("llama")))
     assert states == ["before"] and found.error == math.inf
+    assert calls == ([] if ended else [("end", 0, POOL), ("release", 0, POOL)])
     assert found.reason == "RuntimeError: operation not permitted when stream is capturing"
 
 
