@@ -353,7 +353,7 @@ def test_a_run_captures_once_and_samples_what_it_does_without_graphs(
 
 def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
-    sampling.main(["--rounds", "1", "--output", str(tmp_path / "found.json")])
+    assert sampling.main(["--rounds", "1", "--output", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert {*found["sampling"]} == {"16", "8"}
     for ways in found["sampling"].values():
@@ -371,7 +371,7 @@ def exact():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
 def test_graphs_give_the_tokens_of_the_plain_loop_on_a_gpu(family, exact):
     model = tiny(family).cuda()
     decoder = StaticDecoder(model, rows=len(PROMPTS), new_tokens=LENGTH)
@@ -384,29 +384,32 @@ def test_graphs_give_the_tokens_of_the_plain_loop_on_a_gpu(family, exact):
 
 
 @pytest.mark.gpu
-def test_replays_under_autocast_follow_the_weights(exact):
-    """In bfloat16 tokens differ by rounding: the check's measure is for that."""
-    model = tiny("llama").cuda()
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("mixtral", torch.bfloat16)])
+def test_replays_under_autocast_follow_the_weights(family, dtype, exact):
+    """In bfloat16 tokens differ by rounding: the check's measure is for that. Experts in float32 wait for the GPU."""
+    model = tiny(family, dtype=dtype).cuda()
     decoder = StaticDecoder(model, rows=len(PROMPTS), new_tokens=LENGTH)
     for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16):
-            assert decoding_error(decoder).error < 0.5
+            assert decoding_error(decoder).error <= 1
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.3)
-    assert len(decoder.steps) == 1
+    assert len(decoder.steps) == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wait", [lambda x: x.sum().item(), lambda x: torch.cuda.synchronize()])
 def test_a_model_that_waits_for_the_gpu_is_sampled_without_graphs(wait):
-    """Also where the capture itself breaks."""
+    """Also where the capture itself breaks, after which others succeed."""
     model = tiny("llama").cuda()
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: wait(output) and None)
     found = decoding_error(StaticDecoder(model, rows=8, new_tokens=LENGTH))
-    assert found.error == math.inf and found.reason.startswith("RuntimeError: ")
+    assert found.error == math.inf and found.reason.partition(":")[0] in ("RuntimeError", "AcceleratorError")
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert decoding_error(Decoder(model)).error < 0.1
     assert all(s.ids for s in sample(model))
+    assert decoding_error(StaticDecoder(tiny("llama").cuda(), rows=8, new_tokens=LENGTH)).error < 0.1
 
 
 @pytest.mark.gpu
