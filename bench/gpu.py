@@ -1,7 +1,7 @@
 """All that a GPU machine without network can say about this checkout, in one JSON that is written as results come.
 
     python bench/gpu.py --output out/gpu.json --minutes 7              # build, check, tests, headline
-    python bench/gpu.py --output out/gpu.json --minutes 5 --resume --peers FOLDER --stages build benchmark trl_step
+    python bench/gpu.py --output out/gpu.json --minutes 6 --resume --peers DIR --stages build sampling benchmark
 
 Every command is a process with a limit of time. What hangs, crashes or gives wrong results is named and
 its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
@@ -36,10 +36,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "build" / "gpu" / "site-packages"
 BACKENDS = ("cuda", "triton")
 # Seconds of one command, in which Triton may compile for minutes; and of silence, in the benchmark and in pytest.
-LIMITS = dict(build=300, check=120, headline=150, tests=200, trl_step=150)
+LIMITS = dict(build=300, check=120, headline=150, tests=200, trl_step=150, sampling=180)
 SILENCE = 90.0
 VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", which take the backend of "auto"
 BENCHES = {"headline": "headline", "benchmark": "heads"}  # stages that are a set of `grpo-kernels bench`
+SCRIPTS = ("trl_step", "sampling")  # stages that are a script of this folder
 # Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
 TESTS = ("-n", "4", "--maxschedchunk", "1", "--tb=short", "-o", "faulthandler_exit_on_timeout=true")
 UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
@@ -238,13 +239,14 @@ def tests(report: Report) -> None:
         report.fail(f"none of {len(lines)} tests passed; {ended.failure}")
 
 
-def trl_step(report: Report) -> None:
-    """A micro-batch of TRL's trainer, with and without this package."""
-    output = report.path.with_suffix(".trl.json")
-    command = ("bench/trl_step.py", "--device", report.options.device, "--output", output)
-    report.judge("trl_step", report.python(*command, limit=LIMITS["trl_step"]))
+def script(report: Report, stage: str) -> None:
+    """A script of this folder, whose document goes into the report as far as it was written."""
+    output = report.path.with_suffix(f".{stage}.json")
+    output.unlink(missing_ok=True)  # of an earlier call
+    command = (f"bench/{stage}.py", "--device", report.options.device, "--output", output)
+    report.judge(stage, report.python(*command, limit=LIMITS[stage]))
     if output.exists():
-        report.data["trl_step"] = json.loads(output.read_text())
+        report.data[stage] = json.loads(output.read_text())
 
 
 STAGES: dict[str, Callable[[Report], None]] = {
@@ -252,7 +254,7 @@ STAGES: dict[str, Callable[[Report], None]] = {
     "check": check,
     "tests": tests,
     **{stage: functools.partial(bench, stage=stage) for stage in BENCHES},
-    "trl_step": trl_step,
+    **{stage: functools.partial(script, stage=stage) for stage in SCRIPTS},
 }
 DEFAULT_STAGES = ("build", "check", "tests", "headline")
 
@@ -266,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--built", action="store_true", help="the compiled modules were made elsewhere: use them")
     parser.add_argument("--peers", type=Path, help="the folder of make gpu-peers, or a copy of it")
     parser.add_argument("--shapes", nargs="+", help="instead of the heads of each stage")
-    parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")
+    parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: tests/test_gpu.py")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--silence", type=float, default=SILENCE, help="seconds after which a test or a step hangs")
     options = parser.parse_args(argv)

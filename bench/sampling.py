@@ -14,8 +14,10 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +28,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_kernels.commands.bench.machine import environment, synchronize, write
+from grpo_kernels.commands.bench.machine import describe, environment, synchronize, write
 from grpo_kernels.commands.env import package_version
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.data import GIVEN_ROWS
@@ -153,7 +155,7 @@ def rewards(completions: list[str], **columns: Any) -> list[float]:
     return [float(zlib.crc32(text.encode()) % 7) for text in completions]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=3)
@@ -169,11 +171,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = {str(first): sampling[str(first)], "train": partial(train_steps, lm, device), **sampling}
     if data["environment"]["versions"]["vllm"]:
         parts["vllm"] = partial(by_vllm, lm, device, rounds)
+    failed = False
     for name, part in parts.items():
-        found = (data["sampling"] if name in sampling else data)[name] = part()
+        try:
+            found = part()
+        except Exception as error:  # the other parts are measured all the same
+            traceback.print_exc()
+            found, failed = {"error": describe(error)}, True
+        (data["sampling"] if name in sampling else data)[name] = found
         print(name, json.dumps(found), flush=True)
         write(chosen.output, data)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -34,7 +34,10 @@ WINDOWS = {
     "cohere2": {"sliding_window": 4}, "gemma2": {"sliding_window": 4}, "gemma3_text": {"sliding_window": 4},
     "llama4_text": {"attention_chunk_size": 4}, "mistral": {"sliding_window": 4},
 }  # fmt: skip
-DENSE = ("cohere2", "gemma2", "gemma3_text", "gpt2", "llama", "llama4_text", "minicpm3", "mistral", "opt", "qwen3")
+DENSE = (
+    *("cohere2", "gemma2", "gemma3_text", "gpt2", "llama", "llama4_text", "minicpm3", "mistral", "opt"),
+    *("qwen2", "qwen3"),
+)
 FAMILIES = (*DENSE, "mixtral", "qwen2_moe")  # whose products ask the driver what the GPU is
 
 
@@ -67,6 +70,13 @@ def test_a_static_cache_gives_the_tokens_of_the_plain_loop(family):
     assert decoding_error(decoder).error < 0.01
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_static_cache_serves_under_autocast(family):
+    """Where keys, values and the weights differ in type."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert decoding_error(StaticDecoder(tiny(family), rows=8, new_tokens=LENGTH)).error < 0.5
+
+
 def test_a_cache_grows_with_its_batches():
     model = tiny("llama", max_position_embeddings=256)
     decoder, shapes = StaticDecoder(model, rows=4, new_tokens=LENGTH), []
@@ -95,7 +105,8 @@ def test_a_step_neither_reads_nor_copies_what_a_graph_could_not(family, monkeypa
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             found = function(*args, **(kwargs or {}))
             tensors = [x for x in tree_leaves((args, found)) if isinstance(x, torch.Tensor)]
-            if len({x.device.type for x in tensors if x.dim()}) > 1:
+            copies = "copy" in str(function)  # others take a number of the host as an argument of the kernel
+            if len({x.device.type for x in tensors if x.dim() or copies}) > 1:
                 moved.append(str(function))
             return found
 
@@ -114,14 +125,14 @@ def test_a_step_neither_reads_nor_copies_what_a_graph_could_not(family, monkeypa
 # --- graphs, recorded -------------------------------------------------------------------------------------------------
 
 
+POOL = (0, 1)
+
+
 class Graph:
     """What a CUDA graph does: the operations of one step, on the same tensors each time."""
 
     def __init__(self):
         self.calls = []
-
-    def pool(self):
-        return (1, 0)
 
     def replay(self):
         for function, args, options, found in self.calls:
@@ -149,13 +160,12 @@ def captures(monkeypatch):
     found = []
 
     def graph(graph, pool, *, capture_error_mode):
-        assert capture_error_mode == "thread_local" and pool in (None, (1, 0))
+        assert capture_error_mode == "thread_local" and pool == POOL
         found.append(graph)
         return Recording(graph.calls)
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {
-        "CUDAGraph": Graph, "Stream": lambda: stream, "current_stream": lambda: stream, "graph": graph,
+        "CUDAGraph": Graph, "graph": graph, "graph_pool_handle": lambda: POOL, "current_stream": lambda: "stream",
         "stream": lambda stream: contextlib.nullcontext(), "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None, "memory_reserved": lambda: 1000 * len(found),
     }.items():  # fmt: skip
@@ -219,19 +229,30 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(captures, monkeypatch):
     assert modes[-2:] == ["error", 0] and not captures
 
 
-def test_a_capture_that_fails_leaves_the_generator_as_it_was(captures, monkeypatch):
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_capture_that_fails_leaves_generator_and_allocator_as_they_were(ended, captures, monkeypatch):
+    """ended: by torch, since it was only the step that failed."""
+
     class Failing(Recording):
         def __exit__(self, *args):
             super().__exit__(*args)
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    states = []
+    def end(device, pool):
+        if ended:
+            raise RuntimeError("not currently recording to mempool_id")
+        calls.append(("end", device, pool))
+
+    states, calls = [], []
     generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, **options: Failing([]))
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: calls.append(("release", *of)), raising=False)
     found = decoding_error(with_graphs(tiny("llama")))
     assert states == ["before"] and found.error == math.inf
+    assert calls == ([] if ended else [("end", 0, POOL), ("release", 0, POOL)])
     assert found.reason == "RuntimeError: operation not permitted when stream is capturing"
 
 
@@ -336,7 +357,7 @@ def test_a_run_captures_once_and_samples_what_it_does_without_graphs(
 
 def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
-    sampling.main(["--rounds", "1", "--output", str(tmp_path / "found.json")])
+    assert sampling.main(["--rounds", "1", "--output", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert {*found["sampling"]} == {"16", "8"}
     for ways in found["sampling"].values():
@@ -354,7 +375,7 @@ def exact():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
 def test_graphs_give_the_tokens_of_the_plain_loop_on_a_gpu(family, exact):
     model = tiny(family).cuda()
     decoder = StaticDecoder(model, rows=len(PROMPTS), new_tokens=LENGTH)
@@ -367,29 +388,32 @@ def test_graphs_give_the_tokens_of_the_plain_loop_on_a_gpu(family, exact):
 
 
 @pytest.mark.gpu
-def test_replays_under_autocast_follow_the_weights(exact):
-    """In bfloat16 tokens differ by rounding: the check's measure is for that."""
-    model = tiny("llama").cuda()
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("mixtral", torch.bfloat16)])
+def test_replays_under_autocast_follow_the_weights(family, dtype, exact):
+    """In bfloat16 tokens differ by rounding: the check's measure is for that. Experts in float32 wait for the GPU."""
+    model = tiny(family, dtype=dtype).cuda()
     decoder = StaticDecoder(model, rows=len(PROMPTS), new_tokens=LENGTH)
     for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16):
-            assert decoding_error(decoder).error < 0.5
+            assert decoding_error(decoder).error <= 1
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.3)
-    assert len(decoder.steps) == 1
+    assert len(decoder.steps) == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wait", [lambda x: x.sum().item(), lambda x: torch.cuda.synchronize()])
 def test_a_model_that_waits_for_the_gpu_is_sampled_without_graphs(wait):
-    """Also where the capture itself breaks."""
+    """Also where the capture itself breaks, after which others succeed."""
     model = tiny("llama").cuda()
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: wait(output) and None)
     found = decoding_error(StaticDecoder(model, rows=8, new_tokens=LENGTH))
-    assert found.error == math.inf and found.reason.startswith("RuntimeError: ")
+    assert found.error == math.inf and found.reason.partition(":")[0] in ("RuntimeError", "AcceleratorError")
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert decoding_error(Decoder(model)).error < 0.1
     assert all(s.ids for s in sample(model))
+    assert decoding_error(StaticDecoder(tiny("llama").cuda(), rows=8, new_tokens=LENGTH)).error < 0.1
 
 
 @pytest.mark.gpu

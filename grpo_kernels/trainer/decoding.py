@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -218,35 +219,56 @@ class StaticDecoder(Decoder):
     def _captured(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Replays of a step, which may run more than once: it writes the same cells. Raises RuntimeError for one that
         waits for the GPU, which a graph cannot."""
-        graph, stream, mode = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
+        graph, pool = torch.cuda.CUDAGraph(), self.pool or torch.cuda.graph_pool_handle()
         on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        stream.wait_stream(torch.cuda.current_stream())
         with torch.autocast("cuda", dtype, on, cache_enabled=False):  # else replays would read this step's cast weights
-            with torch.cuda.stream(stream):
-                step()  # libraries set themselves up, kernels are compiled
-                torch.cuda.set_sync_debug_mode("error")  # raises before a capture would break
-                try:
-                    step()
-                finally:
-                    torch.cuda.set_sync_debug_mode(mode)
-            torch.cuda.current_stream().wait_stream(stream)
+            step()  # libraries set themselves up, kernels are compiled
+            with _waits_are_errors():  # before a capture would break
+                step()
             try:
-                # Other threads, such as NCCL's, go on with calls that a capture forbids.
-                with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+                # Other threads, such as NCCL's, go on with calls that a capture forbids. Until torch 2.14 one that
+                # breaks leaves its stream the current one.
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
+                ):
                     before = torch.cuda.memory_reserved()
                     logits = step()
                     self.graph_bytes += torch.cuda.memory_reserved() - before
-            except RuntimeError:  # the generator may stay as it is within a capture, where it draws for none but graphs
-                generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                generator.graphsafe_set_state(generator.clone_state())
+            except RuntimeError:
+                _end_capture(pool)
                 raise
-        self.pool = graph.pool()
+        self.pool = pool
 
         def replay() -> Tensor:
             graph.replay()
             return logits
 
         return replay
+
+
+@contextmanager
+def _waits_are_errors() -> Iterator[None]:
+    """Within it a call that waits for the GPU raises RuntimeError, but for torch.cuda.synchronize()."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _end_capture(pool: Any) -> None:
+    """Undo what torch leaves of a capture that broke: a generator that draws for none but graphs, and an allocator that
+    neither empties its cache nor retries."""
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # the capture was ended: it was only the step that failed
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 class _Layer(StaticLayer):
@@ -258,8 +280,9 @@ class _Layer(StaticLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, self.cumulative_length, key_states)
-        self.values.index_copy_(2, self.cumulative_length, value_states)
+        # Under autocast values may have fewer bits than keys, and those of a prompt have as many.
+        self.keys.index_copy_(2, self.cumulative_length, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.cumulative_length, value_states.to(self.values.dtype))
         return self.keys, self.values
 
 
