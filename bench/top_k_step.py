@@ -1,6 +1,6 @@
 """What K ids per token cost at SmolLM2's head: a step with a teacher on the policy's likeliest ids over one without, K
-log-probabilities over one, finding K ids, or those that truncated sampling kept, over scoring. Rounds are interleaved in
-one process; medians of wall time, and of processor time, which other work on the machine stretches less.
+log-probabilities over one, and over scoring, finding K ids and those that truncated sampling kept. Rounds are
+interleaved in one process; medians of wall time, and of processor time, which other work on the machine stretches less.
 
     OMP_NUM_THREADS=1 python bench/top_k_step.py bench/results/steps/top-k.json
 """
