@@ -299,6 +299,25 @@ def test_new_shapes_do_not_recompile_every_time():
     assert counter.frame_count <= 2
 
 
+BATCH = off_policy(make_batch(1))
+NUMBERS = {  # a call with a number, which dynamo takes for a variable from its second value on
+    "temperature": lambda hidden, weight, x: gk.fused_logps(hidden, weight, BATCH.ids, temperature=0.1 * x)[0],
+    "k": lambda hidden, weight, x: gk.fused_top_k(hidden, weight, x)[1].sum(-1),
+    "cap": lambda hidden, weight, x: gk.rollout_weights(hidden[..., 0], weight[:4, :6], cap=0.3 * x),
+    "bound": lambda hidden, weight, x: gk.rejection_mask(hidden[..., 0], weight[:4, :6], {"token_k2": 0.1 * x}),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_change(name):
+    function = NUMBERS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = [compiled(BATCH.hidden, BATCH.weight, x) for x in (3, 5, 6)]
+    for x, found in zip((3, 5, 6), results, strict=True):
+        torch.testing.assert_close(found, function(BATCH.hidden, BATCH.weight, x))
+    assert not torch.equal(results[0], results[1])
+
+
 def samples(dtype: torch.dtype) -> dict[str, tuple]:
     """Arguments for every operator of the package."""
     batch = off_policy(make_batch(1, bias=True, masked=True, dtype=dtype))
@@ -369,9 +388,6 @@ def test_opcheck(name, dtype):
 
 
 # --- functorch, forward-mode AD and second derivatives: refused, never a derivative that is silently 0 ----------------
-
-
-BATCH = off_policy(make_batch(1))
 
 
 def of_first(name: str):
