@@ -84,6 +84,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         rollout_rs: Mapping[str, Any] | None = None, rollout_rs_mask: bool = False,
         rollout_is_batch_normalize: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
+        truncated_support = check_flag("truncated_support", truncated_support)
         rollout_is_batch_normalize = check_flag("rollout_is_batch_normalize", rollout_is_batch_normalize)
         self._rollout_rs_mask = check_flag("rollout_rs_mask", rollout_rs_mask)
         if rollout_rs is not None:
@@ -91,7 +92,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         elif rollout_rs_mask:
             raise ValueError("rollout_rs_mask=True has no effect without rollout_rs; leave it out")
         super().__init__(*args, **kwargs)
-        self._truncation = truncation_of(self) if check_flag("truncated_support", truncated_support) else None
+        self._truncation = truncation_of(self) if truncated_support else None
         self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
         for name, given in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
             if given and not (self.use_vllm and self.vllm_importance_sampling_correction):
