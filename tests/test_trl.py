@@ -287,6 +287,16 @@ def test_corrections_that_cannot_act_are_refused(own, words):
         parity.make_trainer(partial(integration.FusedGRPOTrainer, **own), "qwen2", {})
 
 
+@pytest.mark.parametrize("own", [{"rollout_is_batch_normalize": True}, {"rollout_rs": RS}])
+def test_weights_that_vespos_product_would_amplify_are_refused(own, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", lambda **_: SimpleNamespace(sync_weights=int))
+    options = dict(loss_type="vespo", use_vllm=True, vllm_importance_sampling_mode="token_truncate")
+    with pytest.raises(ValueError, match="loss_type='vespo' multiplies the weights of a completion's tokens"):
+        parity.make_trainer(partial(integration.FusedGRPOTrainer, **own), "qwen2", options)
+    cls = partial(integration.FusedGRPOTrainer, rollout_rs=RS, rollout_rs_mask=True)
+    parity.make_trainer(cls, "qwen2", options)
+
+
 TOKENS = [11, 20]
 HEADS = {
     "modules_to_save": (False, {"modules_to_save": ["lm_head"]}),
