@@ -165,6 +165,13 @@ def config_inside_the_graph(batch, *leaves):
     return out.loss, out.logps
 
 
+def teacher_inside_the_graph(batch, *leaves):
+    """Its hidden states are those of each step."""
+    teacher = gk.Teacher(batch.hidden.flip(0), batch.weight.flip(1), top_k=5)
+    out = loss_of(batch, *leaves, advantages=batch.advantages, teacher=teacher, config=gk.GRPOConfig(distill_coef=0.5))
+    return out.loss, out.divergence
+
+
 def log_probabilities(batch, hidden, weight, bias):
     mask = batch.options["completion_mask"]
     logps, entropy = gk.fused_logps(hidden, weight, batch.ids, lm_head_bias=bias, completion_mask=mask, entropy=True)
@@ -191,6 +198,7 @@ def loss_from_logps(batch, hidden, weight, bias):
     [
         (under_autocast, "aot_eager"),
         (config_inside_the_graph, "aot_eager"),
+        (teacher_inside_the_graph, "aot_eager"),
         (log_probabilities, "aot_eager"),
         (k_log_probabilities, "aot_eager"),
         (loss_from_logps, "aot_eager"),
