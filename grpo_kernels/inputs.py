@@ -18,6 +18,7 @@ from .checks.arguments import (
     check_token_tensor,
     checks_values,
     num_sequences_of,
+    refuse_transforms,
     temperature_per_token,
 )
 from .checks.plain import check_plain, check_shape
@@ -249,6 +250,7 @@ def check_logps_inputs(
     k = 0
     if ids is None:
         k = check_count("k", top_k)
+        refuse_transforms(function_name, hidden)
         check_plain("hidden", hidden)
         ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     compute_dtype = check_lm_head(function_name, hidden, weight, bias, ids, several_ids=several_ids)

@@ -34,8 +34,7 @@ class Teacher:
     top_k: K of [1, V] for the divergence over the policy's K likeliest ids of each token (ties by id), which are
     constants; None: over the whole vocabulary. mode: what it takes for the other ids, as in `TopKTeacher`. With
     "renormalize" the teacher costs 2 N K H' operations, with "tail" and "truncate", whose q of an id is relative to the
-    whole vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K). Of `grpo_kernels.reference`, which
-    does not read top_k, give the TopKTeacher of the ids that `fused_top_k` finds.
+    whole vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K).
 
     Raises TypeError or ValueError, by name, for tensors that do not fit together.
     """

@@ -165,6 +165,13 @@ def config_inside_the_graph(batch, *leaves):
     return out.loss, out.logps
 
 
+def teacher_inside_the_graph(batch, *leaves):
+    """Its hidden states are those of each step."""
+    teacher = gk.Teacher(batch.hidden.flip(0), batch.weight.flip(1), top_k=5)
+    out = loss_of(batch, *leaves, advantages=batch.advantages, teacher=teacher, config=gk.GRPOConfig(distill_coef=0.5))
+    return out.loss, out.divergence
+
+
 def log_probabilities(batch, hidden, weight, bias):
     mask = batch.options["completion_mask"]
     logps, entropy = gk.fused_logps(hidden, weight, batch.ids, lm_head_bias=bias, completion_mask=mask, entropy=True)
@@ -191,6 +198,7 @@ def loss_from_logps(batch, hidden, weight, bias):
     [
         (under_autocast, "aot_eager"),
         (config_inside_the_graph, "aot_eager"),
+        (teacher_inside_the_graph, "aot_eager"),
         (log_probabilities, "aot_eager"),
         (k_log_probabilities, "aot_eager"),
         (loss_from_logps, "aot_eager"),
@@ -299,6 +307,25 @@ def test_new_shapes_do_not_recompile_every_time():
     assert counter.frame_count <= 2
 
 
+BATCH = off_policy(make_batch(1))
+NUMBERS = {  # a call with a number, which dynamo takes for a variable from its second value on
+    "temperature": lambda hidden, weight, x: gk.fused_logps(hidden, weight, BATCH.ids, temperature=0.1 * x)[0],
+    "k": lambda hidden, weight, x: gk.fused_top_k(hidden, weight, x)[1].sum(-1),
+    "cap": lambda hidden, weight, x: gk.rollout_weights(hidden[..., 0], weight[:4, :6], cap=0.3 * x),
+    "bound": lambda hidden, weight, x: gk.rejection_mask(hidden[..., 0], weight[:4, :6], {"token_k2": 0.1 * x}),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_change(name):
+    function = NUMBERS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = [compiled(BATCH.hidden, BATCH.weight, x) for x in (3, 5, 6)]
+    for x, found in zip((3, 5, 6), results, strict=True):
+        torch.testing.assert_close(found, function(BATCH.hidden, BATCH.weight, x))
+    assert not torch.equal(results[0], results[1])
+
+
 def samples(dtype: torch.dtype) -> dict[str, tuple]:
     """Arguments for every operator of the package."""
     batch = off_policy(make_batch(1, bias=True, masked=True, dtype=dtype))
@@ -371,9 +398,6 @@ def test_opcheck(name, dtype):
 # --- functorch, forward-mode AD and second derivatives: refused, never a derivative that is silently 0 ----------------
 
 
-BATCH = off_policy(make_batch(1))
-
-
 def of_first(name: str):
     """A public function as one from its first argument to a number; that argument."""
     given = good_calls()[name]
@@ -381,7 +405,8 @@ def of_first(name: str):
 
     def function(x):
         found = getattr(gk, name)(**given | {first: x})
-        return (found[0] if isinstance(found, tuple) else getattr(found, "loss", found)).sum()
+        found = found.mass if isinstance(found, gk.SamplingMask) else getattr(found, "loss", found)
+        return (found[0] if isinstance(found, tuple) else found).sum()
 
     return function, given[first]
 
@@ -394,7 +419,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "fused_top_k", "sampling_support"])
 def test_transforms_and_second_derivatives_are_refused_by_name(name):
     function, x = of_first(name)
     for transform in TRANSFORMS.values():
@@ -405,6 +430,8 @@ def test_transforms_and_second_derivatives_are_refused_by_name(name):
         with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} .*forward-mode AD.*grpo_kernels\.reference"):
             function(dual)
         assert function(x).isfinite()  # no dual input
+    if name not in FUNCTIONS:
+        return
     leaf = x.clone().requires_grad_()
     inner = name.replace("distillation", "grpo")  # which computes it
     with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{inner} has no second derivative"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,15 @@ def test_the_python_block_of_the_trainer_runs(tmp_path, monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     assert json.loads(Path("runs/python/summary.json").read_text())["steps"] == 1
+
+
+def test_the_python_block_of_truncated_sampling_in_other_trainers_runs():
+    (block,) = (x for x in python_blocks(read("grpo_kernels/integrations/README.md")) if "sampling_support" in x)
+    names = {"hidden": torch.randn(9, 8, requires_grad=True), "lm_head": torch.nn.Linear(8, 30, bias=False)}
+    names |= {"torch": torch, "labels": torch.randint(30, (9,)), "response_mask": torch.arange(9) < 6}
+    names["rollout"] = SimpleNamespace(temperature=0.8, top_k=-1, top_p=0.9)
+    run_blocks([block], names)
+    assert names["log_probs"].requires_grad and (names["support"].counts > 0).sum() == 6
 
 
 def test_the_guide_names_every_metric():

@@ -93,10 +93,16 @@ def test_by_hand():
 
 
 def test_rows_of_nan_keep_nothing_and_float64_is_taken():
-    z = torch.randn(3, 50, dtype=torch.float64)
-    z[1] = torch.nan
+    """Nor do rows of -inf alone; ids of -inf are not kept for rounding of a top_p that is nearly 1."""
+    z = torch.randn(4, 50, dtype=torch.float64)
+    z[1], z[3], z[0, 7:] = torch.nan, -torch.inf, -torch.inf
     for rule in (Truncation(5), Truncation(5, 0.5), Truncation(0, 0.5), Truncation(0, 1.0, 0.5)):
-        assert truncate(z, rule).sum(1).gt(0).tolist() == [True, False, True]
+        for last in (False, True):
+            found = truncate(z, rule._replace(min_p_last=last))
+            assert found.sum(1).gt(0).tolist() == [True, False, True, False]
+    z = torch.randn(400, 300, generator=torch.Generator().manual_seed(0))
+    for top_p in (1 - 1e-7, 1 - 1e-9, 1 - 1e-12):
+        assert truncate(z, Truncation(5, top_p)).sum(1).max() == 5
 
 
 # --- from hidden states -----------------------------------------------------------------------------------------------

@@ -93,6 +93,22 @@ def test_k_ids_in_float64_and_one_of_them(backend):
             assert relative(x, y) < 1e-12
 
 
+def test_the_likeliest_id_of_logits_near_1e4(backend):
+    """Where float32 numbers are 1e-3 apart: as that of one id, whose log-probability is 0 where it is certain."""
+    batch = make_batch(6, bias=True)
+    batch.hidden.mul_(1.5e3)
+    own, options = leaves(batch), dict(lm_head_bias=batch.bias, backend=backend)
+    if backend != "torch":  # which rounds after the scale and the temperature too; the interpreter rounds no scale
+        options |= dict(logit_scale=0.75 if backend == "triton" else 0.7, temperature=0.9)
+    ids, logps = gk.fused_top_k(own.hidden, own.weight, 1, **options)
+    one, _ = gk.fused_logps(own.hidden, own.weight, ids[..., 0], **options)
+    found, _ = gk.fused_logps(own.hidden, own.weight, ids, **options)
+    assert one.abs().max() < 1e-9 and torch.equal(found, logps)
+    torch.testing.assert_close(found[..., 0], one, rtol=0, atol=1e-9)
+    grads = [torch.autograd.grad(x.sum(), own.hidden)[0] for x in (found, one)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_k_ids_in_16_bits(dtype, backend, monkeypatch):
     """At most the error of eager PyTorch in the same type; gradients under a loss scale, and under autocast."""

@@ -126,6 +126,9 @@ def refused(model, data, tmp_path, capfd):
     ({"use_vllm": True, "rollout_rs_mask": True}, ["rollout_rs_mask=True has no effect without rollout_rs"]),
     ({"use_vllm": True, "rollout_is_batch_normalize": True, "vllm_importance_sampling_mode": "none"},
      ["rollout_is_batch_normalize=True has no effect without use_vllm and a vllm_importance_sampling_mode"]),
+    *(({"use_vllm": True, "loss_type": "vespo", **given}, ["VESPO multiplies the weights of a completion's tokens: "])
+      for given in ({}, {"vllm_importance_sampling_mode": "token_mask", "rollout_is_batch_normalize": True},
+                    {"vllm_importance_sampling_mode": "none", "rollout_rs": {"token_k2": 0.5}})),
     ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p", "needs a top_k"]),
     ({"use_vllm": True, "min_p": 0.1}, ["use_vllm", "min_p", "needs a top_k"]),
     ({"min_p": -0.1}, ["min_p=-0.1; expected a number in [0, 1]"]),

@@ -212,8 +212,8 @@ PROCESSES: dict[str, dict[str, Any]] = {
 
 # How processes share the work: the options, and the cases.
 KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "DDP": ({}, [*PROCESSES]),
-    "FSDP2": ({"fsdp": True}, ["dapo", "entropy bonus", "reference that follows", "LoRA"]),
+    "DDP": ({}, [*PROCESSES, "teacher"]),
+    "FSDP2": ({"fsdp": True}, ["dapo", "entropy bonus", "reference that follows", "LoRA", "teacher"]),
 }
 
 
@@ -238,10 +238,11 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {  # exit status and options
 def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollouts, model, data, tmp_path):
     """All runs share one torchrun."""
     short = dict(max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
-    one = {name: short | options for name, options in PROCESSES.items()}
+    taught = {"teacher": dict(teacher_model_name_or_path=trl_parity.saved_model("qwen2"), teacher_top_k=8)}
+    one = {name: short | options for name, options in (PROCESSES | taught).items()}
     # A checkpoint in the middle of a rollout, with a reference policy that has moved.
     saved = dict(num_generations=8, save_steps=3, save_total_limit=9, beta=0.1, ref_model_sync_steps=2,
-                 lr_scheduler_type="linear", **_TWO_PASSES)  # fmt: skip
+                 lr_scheduler_type="linear", top_k=9, **_TWO_PASSES)  # fmt: skip
     jobs = []
     for kind, (own, compared) in KINDS.items():
         resumed = dict(saved, resume_from_checkpoint=tmp_path / f"{kind}, saved" / "checkpoint-3")
@@ -337,5 +338,6 @@ def check_sampled(output: Path) -> None:
     for index, rows in enumerate(training.rollouts(output)):
         assert [row.ids for row in rows[:4]] != [row.ids for row in rows[4:]]
         assert {tuple(row.prompt_ids) for row in rows} == {tuple(rows[0].prompt_ids)}
+        assert {len(ids) for row in rows for ids in row.kept} == {9}
         assert records[2 * index]["log_ratio_first_max"] == 0.0
         assert records[2 * index]["rollout_mismatch/max"] < 1e-4

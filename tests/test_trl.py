@@ -287,6 +287,16 @@ def test_corrections_that_cannot_act_are_refused(own, words):
         parity.make_trainer(partial(integration.FusedGRPOTrainer, **own), "qwen2", {})
 
 
+@pytest.mark.parametrize("own", [{"rollout_is_batch_normalize": True}, {"rollout_rs": RS}])
+def test_weights_that_vespos_product_would_amplify_are_refused(own, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", lambda **_: SimpleNamespace(sync_weights=int))
+    options = dict(loss_type="vespo", use_vllm=True, vllm_importance_sampling_mode="token_truncate")
+    with pytest.raises(ValueError, match="loss_type='vespo' multiplies the weights of a completion's tokens"):
+        parity.make_trainer(partial(integration.FusedGRPOTrainer, **own), "qwen2", options)
+    cls = partial(integration.FusedGRPOTrainer, rollout_rs=RS, rollout_rs_mask=True)
+    parity.make_trainer(cls, "qwen2", options)
+
+
 TOKENS = [11, 20]
 HEADS = {
     "modules_to_save": (False, {"modules_to_save": ["lm_head"]}),
@@ -328,6 +338,7 @@ TRUNCATED: dict[str, dict[str, Any]] = {
     "min_p after top_p": dict(top_p=0.6, min_p=0.4, steps_per_generation=4),
     "min_p, an adapter that the model brings": dict(min_p=0.3, beta=0.1, num_iterations=2, peft="trained"),
     "all, LoRA": dict(top_k=20, top_p=0.9, min_p=0.1, beta=0.1, num_iterations=2, peft=True),
+    "transformers' own top_k": dict(top_k=None, top_p=0.9),
 }
 
 
@@ -444,12 +455,19 @@ class Watched(integration.FusedGRPOTrainer):
         return loss
 
 
-def test_a_run_keeps_rows_and_supports_together():
-    options = dict(top_k=9, learning_rate=0.0, num_iterations=2, steps_per_generation=4, max_steps=6, beta=0.1)
+@pytest.mark.parametrize(("options", "batches"), [
+    ({}, 12), ({"mask_truncated_completions": True}, 12),
+    ({"eval_strategy": "steps", "eval_steps": 6, "per_device_eval_batch_size": 4}, 14),
+])  # fmt: skip
+def test_a_run_keeps_rows_and_supports_together(options, batches, monkeypatch):
+    monkeypatch.setattr(Watched, "watched", 0)
+    options |= dict(top_k=9, learning_rate=0.0, num_iterations=2, steps_per_generation=4, max_steps=6, beta=0.1)
     log = parity.result_of(parity.make_trainer(Watched, "qwen2", options))["log"]
-    assert Watched.watched == 12  # micro-batches
-    losses = [entry for entry in log if "loss" in entry]
-    assert all(entry["clip_ratio/region_mean"] == 0 and abs(entry["kl"]) < 1e-6 for entry in losses)
+    assert Watched.watched == batches  # of training and evaluation
+    for entry in log:
+        begin = "eval_" if "eval_loss" in entry else ""
+        if f"{begin}loss" in entry:
+            assert entry[f"{begin}clip_ratio/region_mean"] == 0 and abs(entry[f"{begin}kl"]) < 1e-6
 
 
 def test_without_the_support_the_numbers_are_trls():
@@ -465,10 +483,11 @@ def test_without_the_support_the_numbers_are_trls():
 
 
 class Engine:
-    """A rollout_func that samples as vLLM does: with log-probabilities over the kept ids, and the ids if asked for."""
+    """A rollout_func that samples as vLLM does: with log-probabilities over the kept ids, and the ids if asked for.
+    answers: the last token is one of the environment, which keeps none."""
 
-    def __init__(self, returns_masks: bool = False, change: Any = None) -> None:
-        self.returns_masks, self.change = returns_masks, change
+    def __init__(self, returns_masks: bool = False, change: Any = None, *, answers: bool = False) -> None:
+        self.returns_masks, self.change, self.answers = returns_masks, change, answers
 
     @torch.no_grad()
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -485,6 +504,10 @@ class Engine:
                 kept.append(keep[0].nonzero()[:, 0].tolist())
             completions.append(tokens), logps.append(own), masks.append(kept)
         found = {"prompt_ids": ids, "completion_ids": completions, "logprobs": logps}
+        if self.answers:
+            found["env_mask"] = [[1] * (len(tokens) - 1) + [0] for tokens in completions]
+            for tokens, kept in zip(completions, masks, strict=True):
+                tokens[-1], kept[-1] = VOCAB - 1, []
         if self.returns_masks:
             found["sampling_mask"] = masks if self.change is None else self.change(masks)
         return found
@@ -499,15 +522,16 @@ def sampled_by(cls: Any, engine: Engine, **options: Any) -> tuple[Any, dict[str,
     return trainer, trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
 
 
-@pytest.mark.parametrize("returns_masks", [False, True])
-def test_before_any_update_importance_ratios_are_1(returns_masks, capsys):
+@pytest.mark.parametrize(("returns_masks", "answers"), [(False, False), (True, False), (False, True), (True, True)])
+def test_before_any_update_importance_ratios_are_1(returns_masks, answers, capsys):
     """TRL's own carry the kept mass."""
     options = dict(top_k=50, top_p=0.9, vllm_importance_sampling_mode="token_truncate")
     ratios = {}
     for cls in (integration.FusedGRPOTrainer, trl.GRPOTrainer):
-        engine = Engine(returns_masks and cls is integration.FusedGRPOTrainer)
+        engine = Engine(returns_masks and cls is integration.FusedGRPOTrainer, answers=answers)
         trainer, output = sampled_by(cls, engine, **options)
-        ratios[cls] = output["importance_sampling_ratio"][output["completion_mask"].bool()]
+        mask = output["completion_mask"] * output.get("tool_mask", 1)
+        ratios[cls] = output["importance_sampling_ratio"][mask.bool()]
         if cls is integration.FusedGRPOTrainer:
             assert ("support_added" in str([*trainer._metrics["train"]])) != returns_masks
             (mass,) = trainer._metrics["train"]["sampling/kept_mass"]
@@ -530,6 +554,14 @@ def test_masks_of_a_rollout_func():
     assert kept[mask][:, 3].all()
     with pytest.raises(ValueError, match=r"sampling_mask of rollout_func is of \[2, 3, .*; expected \[3, 4, "):
         sampled_by(integration.FusedGRPOTrainer, Engine(True, lambda masks: [row[1:] for row in masks]), top_k=40)
+    for change, words in {
+        "one of None": (lambda masks: [None, *masks[1:]], r"rollout_func is of \['NoneType', 4, "),
+        "a SamplingMask": (gk.SamplingMask.from_lists, "rollout_func is a SamplingMask; expected "),
+        "tokens of None": (lambda masks: [[None] * len(row) for row in masks], "rollout_func: "),
+        "an id below 0": (lambda masks: [[[-1]] * len(row) for row in masks], "rollout_func: kept holds -1; expected"),
+    }.values():
+        with pytest.raises((TypeError, ValueError), match=f"sampling_mask of {words}"):
+            sampled_by(integration.FusedGRPOTrainer, Engine(True, change), top_k=40)
     with pytest.raises(ValueError, match="rollout_func returned sampling_mask, and nothing truncates"):
         sampled_by(integration.FusedGRPOTrainer, Engine(True), beta=0.0)
     cls = partial(integration.FusedGRPOTrainer, truncated_support=False)
@@ -544,6 +576,7 @@ def test_masks_of_a_rollout_func():
     ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
     ({"generation_kwargs": {"do_sample": False}}, "do_sample=False"),
     ({"generation_kwargs": {"suppress_tokens": [4]}}, r"suppress_tokens=\[4\]"),
+    ({"generation_kwargs": {"top_k": "5"}}, "top_k='5'; expected an integer >= -1"),
     ({"top_p": 0.0}, r"top_p=0.0; expected a finite number in \(0, 1\]"),
     ({"min_p": -0.1}, r"min_p=-0.1; expected"),
 ])  # fmt: skip
@@ -576,7 +609,10 @@ def test_options_of_the_sampler_are_those_of_the_engine_that_samples():
     args.generation_kwargs, args.vllm_structured_outputs_regex = {}, "a|b"
     with pytest.raises(ValueError, match=r"structured_outputs='a\|b'"):
         truncation_of(trainer)
-    args.vllm_structured_outputs_regex, args.temperature, trainer.temperature = None, 0.001, 0.001
+    args.vllm_structured_outputs_regex, args.temperature = None, "0.7"
+    with pytest.raises(TypeError, match="temperature is a str; expected a number"):
+        truncation_of(trainer)
+    args.temperature, trainer.temperature = 0.001, 0.001
     with pytest.raises(ValueError, match=r"temperature=0\.01"):
         truncation_of(trainer)
     args.top_p = 1.0
@@ -587,6 +623,10 @@ def test_options_of_the_sampler_are_those_of_the_engine_that_samples():
         truncation_of(trainer)
     model.generation_config.typical_p = 1.0
     assert truncation_of(trainer) == Truncation(0, 1.0, 0.3, True)
+    trainer.generation_kwargs["top_k"] = None
+    assert truncation_of(trainer) == Truncation(50, 1.0, 0.3, True)
+    model.generation_config.top_k = 7
+    assert truncation_of(trainer) == Truncation(7, 1.0, 0.3, True)
 
 
 # ---- the other trainers ---------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import test_trl
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import trl_parity
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trl.trainer import grpo_trainer
 
 
 def trainer(options: dict[str, Any]) -> Any:
@@ -105,12 +108,32 @@ def check_truncated_sampling() -> None:
     assert found[0] == found[1] and len(found[0]) == 1 and 0.2 < found[0][0] < 0.9, found
 
 
+def check_corrections() -> None:
+    """Weights of the sampling engine have a mean of 1 over both ranks, and the rejected tokens of both are counted."""
+    cls = partial(
+        test_trl.integration.FusedGRPOTrainer, rollout_is_batch_normalize=True, rollout_rs=test_trl.RS,
+        rollout_rs_mask=True, rollout_func=test_trl.sampled_elsewhere,
+    )  # fmt: skip
+    options = dict(use_vllm=True, vllm_importance_sampling_mode="token_truncate")
+    grpo_trainer.VLLMGeneration = lambda **_: SimpleNamespace(sync_weights=int)
+    made = trl_parity.make_trainer(cls, "qwen2", options)
+    made.state.global_step = 7 * dist.get_rank()  # other completions on each
+    batch = made._generate_and_score_completions([{"prompt": "w11"}] * 8)
+    mask, kept = batch["completion_mask"].bool(), batch["tool_mask"].sum()
+    sums = torch.stack([batch["importance_sampling_ratio"][mask].sum(), mask.sum(), kept])
+    own = sums.clone()
+    dist.all_reduce(sums)
+    assert abs(sums[0] / sums[1] - 1) < 1e-5 < abs(own[0] / own[1] - 1) and 0 < kept < sums[2] < sums[1]
+    assert batch["num_items_in_batch"] == sums[2]
+
+
 def main() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     found = trl_parity.worker(*sys.argv[2:])
     check_truncated_sampling()
     check_truncated_sampling_under_fsdp2()
+    check_corrections()
     check_fsdp2({"loss_type": "dapo"}, head_alone=False)
     check_fsdp2({"loss_type": "grpo", "top_entropy_quantile": 0.5}, head_alone=True)
     if find_spec("deepspeed"):

@@ -463,11 +463,11 @@ def as_python(x: Any) -> Any:
         return x
     if isinstance(x, tuple):
         return tuple([as_python(each) for each in x])
-    if getattr(x, "shape", None) == ():
-        x = x.item()
     for kind in (bool, int, float):
         if isinstance(x, kind):
             return kind(x)
+    if getattr(x, "shape", None) == ():
+        return as_python(x.item())
     return str.__str__(x) if isinstance(x, str) else x  # str() of an enumeration's member is its name
 
 

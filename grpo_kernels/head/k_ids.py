@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.operations import Backend, LogitChunk, Statistics
+from ..config import round_to
+from ..kernels.operations import Backend, LogitChunk, LogitTransform, Statistics, TeacherTransform
 from ..kernels.torch.transform import transformed
 from .vocab_parallel import VocabSlice
 
@@ -128,8 +129,9 @@ class KIds:
         an id that is not in the vocabulary."""
         columns = self._columns(ids).clamp(0, chunk.logits.shape[1] - 1)
         temperature = chunk.rows.take(chunk.temperature)
-        bias = None if chunk.bias is None else chunk.bias[columns]
-        z, of_softcap = transformed(_of_columns(chunk.logits, columns).double(), bias, temperature, chunk.transform)
+        u = _of_columns(chunk.logits, columns).to(torch.promote_types(chunk.logits.dtype, torch.float32))
+        u = u if chunk.bias is None else u + chunk.bias[columns]
+        z, of_softcap = exact_z(u, temperature, chunk.transform)
         chain = chunk.transform.logit_scale / temperature.double()[:, None]
         chain = chain if of_softcap is None else chain * of_softcap
         return self._of_all_ranks(z, ids) - chunk.rows.take(chunk.stats.lse)[:, None], chain
@@ -185,6 +187,14 @@ class KLogps(KIds):
         total = chunk.rows.take(self.total)
         inside = chunk.rows.take(self.shares) - log_p.exp() * total[:, None]
         return KIdSlopes(inside, -total, torch.zeros_like(total))
+
+
+def exact_z(u: Tensor, temperature: Tensor, params: LogitTransform | TeacherTransform) -> tuple[Tensor, Tensor | None]:
+    """`transformed` in float64, of logits (C, K) that hold their bias. Kernels add that, and take the scale, in the
+    type of u, and their log-sum-exp has the rounding: with another one the probability of an id that is nearly certain
+    would be off by it, which is 1e-3 at logits of 1e4."""
+    params = params._replace(logit_scale=round_to(params.logit_scale, u.dtype))
+    return transformed(u.double(), None, temperature, params)
 
 
 def _of_columns(x: Tensor, columns: Tensor) -> Tensor:

@@ -40,9 +40,8 @@ from ..kernels.operations import (
     TeacherTransform,
 )
 from ..kernels.torch.teacher import slopes, sums
-from ..kernels.torch.transform import transformed
 from ..teacher import Teacher, TopKTeacher, is_whole
-from .k_ids import KIds, KIdSlopes
+from .k_ids import KIds, KIdSlopes, exact_z
 from .kept import KeptLogits
 from .lm_head import LMHead
 from .vocab_parallel import VocabSlice
@@ -201,7 +200,7 @@ class PolicyTopK(TopKHead):
         u = u[:, : ids.shape[1]]
         if self.mass is not None:
             u = u.to(head.logits_dtype)  # as those under the normaliser were rounded
-        z, _ = transformed(u.double(), None, rows.take(chunk.temperature), self.transform)
+        z, _ = exact_z(u, rows.take(chunk.temperature), self.transform)
         log_q = self._of_all_ranks(z, ids)
         if self.mass is not None:
             log_q = log_q - rows.take(self.stats.lse)[:, None]

@@ -42,7 +42,7 @@ def truncate(z: Tensor, rule: Truncation) -> Tensor:
     Where top_p ends among equal logits, the highest ids, which a stable ascending sort has last.
     """
     least, top = z.new_full((1, 1), torch.finfo(z.dtype).min), z.amax(1, keepdim=True)
-    floor = top + math.log(rule.min_p) if rule.min_p else least
+    floor = torch.maximum(least, top + math.log(rule.min_p)) if rule.min_p else least
     lowest = least if rule.min_p_last else floor
     if 0 < rule.top_k < z.shape[1]:
         lowest = torch.maximum(lowest, z.topk(rule.top_k).values[:, -1:])

@@ -71,7 +71,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
             off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
             quantised lm_head; with truncated sampling what else changes logits (penalties, banned ids, least lengths);
-            rollout_rs or rollout_is_batch_normalize without importance weights, rollout_rs_mask without rollout_rs.
+            rollout_rs or rollout_is_batch_normalize without importance weights, rollout_rs_mask without rollout_rs;
+            weights changed by these with loss_type="vespo", whose own weight is their product over a sequence.
     """
 
     beta: float  # TRL's, as the next two
@@ -84,6 +85,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         rollout_rs: Mapping[str, Any] | None = None, rollout_rs_mask: bool = False,
         rollout_is_batch_normalize: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
+        truncated_support = check_flag("truncated_support", truncated_support)
         rollout_is_batch_normalize = check_flag("rollout_is_batch_normalize", rollout_is_batch_normalize)
         self._rollout_rs_mask = check_flag("rollout_rs_mask", rollout_rs_mask)
         if rollout_rs is not None:
@@ -91,11 +93,16 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         elif rollout_rs_mask:
             raise ValueError("rollout_rs_mask=True has no effect without rollout_rs; leave it out")
         super().__init__(*args, **kwargs)
-        self._truncation = truncation_of(self) if check_flag("truncated_support", truncated_support) else None
+        self._truncation = truncation_of(self) if truncated_support else None
         self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
         for name, given in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
             if given and not (self.use_vllm and self.vllm_importance_sampling_correction):
                 raise ValueError(f"{name}={given!r} has no effect without use_vllm and its importance weights")
+        if self.loss_type == "vespo" and (rollout_is_batch_normalize or (rollout_rs and not rollout_rs_mask)):
+            raise ValueError(
+                "loss_type='vespo' multiplies the weights of a completion's tokens: expected no "
+                "rollout_is_batch_normalize, and rollout_rs with rollout_rs_mask=True alone"
+            )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "GRPOConfig.from_trl")  # of what a loop has to do: TRL's does it
             self._loss_config = GRPOConfig.from_trl(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..config import check_count, check_number
 from ..head.truncation import Truncation
 from ..logps import check_truncation, fused_logps, support_under
 from ..sampling_mask import SamplingMask
@@ -31,6 +32,7 @@ _REFUSED: dict[str, object] = {
     **dict.fromkeys(("logit_bias", "sequence_bias", "structured_outputs", "watermarking_config")),
 }
 _LEAST_TEMPERATURE = 0.01  # of vLLM, which samples at this one instead of lower ones
+_TOP_K_OF_TRANSFORMERS = 50  # where neither the trainer nor the model has one
 _IDS, _COUNTS = "support_ids", "support_counts"
 
 
@@ -43,12 +45,15 @@ def truncation_of(trainer: Any) -> Truncation | None:
     if trainer.use_vllm:
         given = {name: getattr(args, name) for name in (*_OFF, "temperature", "repetition_penalty")}
         given |= {"structured_outputs": args.vllm_structured_outputs_regex, **(args.generation_kwargs or {})}
-        given["temperature"] = max(given["temperature"], _LEAST_TEMPERATURE)
-    else:  # transformers takes from the model's own configuration what is None
+        given["temperature"] = max(check_number("temperature", given["temperature"]), _LEAST_TEMPERATURE)
+        unset = _OFF
+    else:  # transformers takes from the model's own configuration what is None, then from its defaults
         given = trainer.model.generation_config.to_dict()
         given |= {name: x for name, x in trainer.generation_kwargs.items() if x is not None}
-    top_k, top_p, min_p = (off if given[name] is None else given[name] for name, off in _OFF.items())
-    rule = check_truncation(max(top_k, 0), top_p, min_p, min_p_last=not trainer.use_vllm)  # -1 of vLLM: all
+        unset = {**_OFF, "top_k": _TOP_K_OF_TRANSFORMERS}
+    top_k, top_p, min_p = (default if given[name] is None else given[name] for name, default in unset.items())
+    top_k = max(check_count("top_k", top_k, least=-1), 0)  # -1 of vLLM: all
+    rule = check_truncation(top_k, top_p, min_p, min_p_last=not trainer.use_vllm)
     if not rule.truncates(trainer.model.config.get_text_config().vocab_size):
         return None
     changes = {name: given[name] for name, off in _REFUSED.items() if given.get(name) not in (None, off)}
@@ -70,14 +75,9 @@ class RolloutSupport:
     def __init__(self, trainer: Any, completions: Sequence[Sequence[int]], engine: Sequence[Any] | None) -> None:
         """engine: the `sampling_mask` of a rollout_func, per completion and token the ids that the engine kept."""
         lengths = [*map(len, completions)]
-        if engine is not None and [*map(len, engine)] != lengths:
-            raise ValueError(
-                f"sampling_mask of rollout_func is of {[*map(len, engine)]} tokens; expected {lengths}, a list of ids "
-                "for each of completion_ids"
-            )
         self.rule, self.count, self.row = trainer._truncation, len(lengths), 0
         self.length = max(lengths) + -max(lengths) % (trainer.pad_to_multiple_of or 1)
-        self.engine = None if engine is None else SamplingMask.from_lists(engine, length=self.length)
+        self.engine = None if engine is None else _mask_of(engine, lengths, self.length)
         self.parts: deque[SamplingMask] = deque()
 
     def __call__(self, head: HeadInputs, labels: Tensor, mask: Tensor, options: Mapping[str, Any]) -> SamplingMask:
@@ -103,6 +103,20 @@ class RolloutSupport:
         fields: Any = zip(*(vars(part).values() for part in self.parts), strict=True)
         ids, *others = [[] if x[0] is None else [torch.cat(x)] for x in fields]
         return SamplingMask(*ids, *(x[:, -self.length :] for each in others for x in each))
+
+
+def _mask_of(engine: Any, lengths: list[int], length: int) -> SamplingMask:
+    """Returns the `sampling_mask` of a rollout_func for completions of these lengths."""
+    name, expected = "sampling_mask of rollout_func", f"expected {lengths}, a list of ids for each of completion_ids"
+    if not hasattr(engine, "__len__"):
+        raise TypeError(f"{name} is a {type(engine).__name__}; {expected}")
+    sizes = [len(x) if hasattr(x, "__len__") else type(x).__name__ for x in engine]
+    if sizes != lengths:
+        raise ValueError(f"{name} is of {sizes} tokens; {expected}")
+    try:
+        return SamplingMask.from_lists(engine, length=length)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def by_rows(support: SamplingMask) -> dict[str, Any]:

@@ -330,6 +330,11 @@ class TrainArguments:
              "a teacher needs the exact loss over all ids: loss='eager', top_p, top_k, min_p and sparse_backward do "
              "not go with teacher_model_name_or_path"),
             (teaches and config.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
+            (a.use_vllm and config.surrogate == "vespo"
+             and (a.vllm_importance_sampling_mode.startswith("sequence") or a.rollout_is_batch_normalize
+                  or (a.rollout_rs is not None and not a.rollout_rs_mask)),
+             "VESPO multiplies the weights of a completion's tokens: expected a vllm_importance_sampling_mode of "
+             "tokens, no rollout_is_batch_normalize, and rollout_rs with rollout_rs_mask alone"),
             (a.use_vllm and a.truncates and not a.top_k,
              "use_vllm with top_p or min_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
         )  # fmt: skip
