@@ -1,7 +1,7 @@
 """All that a GPU machine without network can say about this checkout, in one JSON that is written as results come.
 
-    python bench/gpu.py --output out/gpu.json --minutes 7              # build, check, tests, headline
-    python bench/gpu.py --output out/gpu.json --minutes 6 --resume --peers DIR --stages build sampling benchmark
+    python bench/gpu.py --output gpu.json --minutes 7                  # build, check, tests, headline
+    python bench/gpu.py --output gpu.json --minutes 6 --resume --peers DIR --stages build sampling benchmark trl_step
 
 Every command is a process with a limit of time. What hangs, crashes or gives wrong results is named and
 its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
