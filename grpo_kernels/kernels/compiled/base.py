@@ -3,6 +3,7 @@ addresses."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -19,6 +20,12 @@ def version_problem(module: ModuleType, kind: str) -> str:
     if getattr(module, "INTERFACE", None) == INTERFACE:
         return ""
     return f"the compiled {kind} kernels are of another version: build again, pip install -e . or make test"
+
+
+def why_not_built(name: str) -> str:
+    """Returns what setup.py said when it did not build this module, or nothing."""
+    reason = Path(__file__).parents[2] / f"{name}.missing"
+    return reason.read_text(encoding="utf-8").strip() if reason.exists() else ""
 
 
 def matrix(x: Tensor | None) -> tuple[Tensor | None, int, int]:
