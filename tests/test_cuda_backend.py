@@ -188,7 +188,7 @@ def test_the_wheel_for_this_torch_is_named_with_the_command_that_installs_it(mac
     machine.has(cuda=of_torch)
     assert f"install the wheel +{wheel}, or build with" in cuda_backend.load()[1]
     published = Message()
-    published["Version"] = "0.1.0+cu126"
+    published["Version"] = "0.1.0+cu128"
     for url in ("Repository, https://github.com/owner/name", "Wheels, https://owner.github.io/name/whl/"):
         published["Project-URL"] = url
     machine.patch.setattr(cuda_backend, "metadata", lambda name: published)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..operations import LogitChunk
 
+PACKAGE = Path(__file__).parents[2]
 INTERFACE = 18  # csrc/layout.h has the same numbers
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -24,7 +25,7 @@ def version_problem(module: ModuleType, kind: str) -> str:
 
 def why_not_built(name: str) -> str:
     """Returns what setup.py said when it did not build this module, or nothing."""
-    reason = Path(__file__).parents[2] / f"{name}.missing"
+    reason = PACKAGE / f"{name}.missing"
     return reason.read_text(encoding="utf-8").strip() if reason.exists() else ""
 
 
