@@ -128,7 +128,7 @@ class HostModule:
 
 
 def python_flags() -> list[str]:
-    """Where the headers of Python and of pybind11 are."""
+    """Where the headers of Python and of pybind11 are, without the latter's checks of Python's lock at every count."""
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").exists():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -139,7 +139,7 @@ def python_flags() -> list[str]:
         import pybind11
     except ImportError:
         raise BuildError("pybind11 is missing: pip install pybind11") from None
-    return ["-isystem", str(python), "-isystem", pybind11.get_include()]
+    return ["-DNDEBUG", "-isystem", str(python), "-isystem", pybind11.get_include()]
 
 
 def shell(arguments: Iterable[str]) -> str:
