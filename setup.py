@@ -25,6 +25,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -97,10 +98,10 @@ def replace(target: Path, built: Path) -> None:
 
 
 def remove_built(target: Path, but: Path | None = None) -> None:
-    """Removes this module of earlier builds, for whichever Python, and the reason why there was none."""
-    for file in target.parent.glob(f"{target.name.split('.')[0]}.*so"):
-        if file != but:
-            file.unlink()
+    """Removes what this Python would import as this module, and the reason why there was none; other Pythons' stay."""
+    module = target.name.split(".")[0]
+    for file in {target, *(target.with_name(module + suffix) for suffix in EXTENSION_SUFFIXES)} - {but}:
+        file.unlink(missing_ok=True)
     reason_file(target).unlink(missing_ok=True)
 
 

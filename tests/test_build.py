@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -222,18 +223,19 @@ def test_the_local_version_is_of_wheels_alone():
 
 def earlier_modules(folder: Path) -> list[Path]:
     folder.mkdir()
-    files = [folder / f"{name}{suffix}" for name in ("_cpu", "_cuda") for suffix in (".cpython-311.so", ".abi3.so")]
+    suffixes = [".cpython-39-x86_64-linux-gnu.so", *EXTENSION_SUFFIXES[:2]]
+    files = [folder / f"{name}{suffix}" for name in ("_cpu", "_cuda") for suffix in suffixes]
     for file in files:
         file.write_text("of an earlier build")
     return files
 
 
 def test_a_module_replaces_those_of_other_names(tmp_path):
-    """One that an earlier version or another Python left would be shipped, or imported where there is none."""
-    old, kept, *cuda_files = earlier_modules(tmp_path / "grpo_kernels")
+    """Which this Python would import in its place; those of other Pythons stay."""
+    other, old, kept, *cuda_files = earlier_modules(tmp_path / "grpo_kernels")
     (tmp_path / "built.so").write_text("of this build")
     setup.replace(kept, tmp_path / "built.so")
-    assert sorted(kept.parent.iterdir()) == sorted([kept, *cuda_files]) and not old.exists()
+    assert sorted(kept.parent.iterdir()) == sorted([other, kept, *cuda_files]) and not old.exists()
     assert kept.read_text() == "of this build"
 
 
@@ -241,7 +243,7 @@ def test_what_cannot_be_built_is_said_and_removed(tmp_path):
     stale = earlier_modules(tmp_path / "grpo_kernels")
     missing = {"CXX": "no-such-compiler", "GRPO_KERNELS_NVRTC": "/nowhere"}
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_CUDA_ARCHS="80", **missing)
-    assert done.returncode == 0 and not any(file.exists() for file in stale)
+    assert done.returncode == 0 and [file.name for file in stale if file.exists()] == [stale[0].name, stale[3].name]
     cpu_line, cuda_line = done.stderr.splitlines()[-2:]
     assert cpu_line == (
         "grpo_kernels: no CPU kernels (CXX=no-such-compiler: no such program); the torch backend will be used."
