@@ -87,6 +87,22 @@ def test_the_python_block_of_truncated_sampling_in_other_trainers_runs():
     assert names["log_probs"].requires_grad and (names["support"].counts > 0).sum() == 6
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "trainers").glob("*.md")), ids=lambda page: page.stem)
+def test_the_code_of_a_page_is_that_of_the_file_which_the_comment_above_it_names(page):
+    fence = r"^(?:<!-- from (\S+) -->\n\n)?```(?:python|diff)\n(.*?)^```$"
+    blocks = re.findall(fence, page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert blocks
+    for file, code in blocks:
+        assert file and code.strip() and f"\n{code}" in f"\n{read(file)}", (file, code)
+
+
+def test_further_blocks_of_an_item_begin_with_four_spaces():
+    """Or a multiple of them: others end the list on the site, which Python-Markdown makes, and not on GitHub."""
+    folders = (ROOT / name for name in ("grpo_kernels", "docs", "bench", "examples"))
+    for path in [*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))]:
+        assert not re.findall(r"^\n(?: {4})* {1,3}\S.*", path.read_text(encoding="utf-8"), flags=re.MULTILINE), path
+
+
 def test_the_guide_names_every_metric():
     inputs = dict.fromkeys(("old_logps", "ref_logps", "rollout_logps"), torch.zeros(2, 3) - 4)
     inputs |= {"rollout_weights": torch.ones(2), "rewards": torch.tensor([0.0, 1.0]), "num_generations": 2}
@@ -177,7 +193,8 @@ PLACEHOLDERS = {"H": "64", "V": "100", "X": "2.15.0", "NAME": "sapo", "OUTPUT": 
 def commands(name: str) -> list[list[str]]:
     """Of a document: lines of blocks without a language, indented lines, and code within a paragraph, as words."""
     text = read(name)
-    blocks = re.findall(r"^ *```\n(.*?)^ *```$", text, flags=re.DOTALL | re.MULTILINE)
+    fences = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fences if not language]
     text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks += re.findall(r"(?:^    .*\n)+", text, flags=re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()

@@ -1,8 +1,7 @@
 """What mkdocs.yml calls: shows documents of the repository as pages of the site, as they stand.
 
 A page is one of docs/, or a document of PAGES. Links between documents lead to their pages, links to other files to the
-repository; a link that leads nowhere is a warning, and so an error of `make docs`. A line `<!-- include FILE -->` of a
-page of docs/ is replaced by that file of the repository, as code, `<!-- include FILE#heading -->` by a section of it.
+repository; a link that leads nowhere is a warning, and so an error of `make docs`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
-from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -40,7 +38,6 @@ PAGES = {
 }
 FENCE = re.compile(r"^( *```.*?^ *```)$", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?!\w+:)(?P<path>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
-INCLUDE = re.compile(r"^<!-- include (?P<path>[^#\s]+)(?:#(?P<heading>\S+))? -->$", flags=re.MULTILINE)
 PUBLIC = re.findall(r'^    "(\w+)",$', (ROOT / "grpo_kernels/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 log = logging.getLogger("mkdocs.docs_site")
 
@@ -56,55 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    text = with_links(markdown, Path(page.file.abs_src_path), page, files)
-    return INCLUDE.sub(lambda match: include(match, page, files), text)
-
-
-def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
-    """Writes llms.txt: the site's title, description and pages, https://llmstxt.org."""
-    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
-    for item in nav.items:
-        lines += ["", f"## {item.title}", ""] if item.is_section else [""]
-        pages = item.children if item.is_section else [item]
-        lines += [f"- [{page.title}]({posixpath.join(config.site_url or '', page.url)})" for page in pages]
-    files.append(File.generated(config, "llms.txt", content="\n".join([*lines, ""])))
-
-
-def include(match: re.Match[str], page: Page, files: Files) -> str:
-    document = ROOT / match["path"]
-    text = document.read_text(encoding="utf-8").rstrip()
-    if match["heading"] is None:
-        return f"```{document.suffix[1:]}\n{text}\n```"
-    return with_links(section(text, match["heading"]), document, page, files)
-
-
-def section(text: str, anchor: str) -> str:
-    """Returns what stands below a heading, up to the next one that is not below it."""
-    slug = slugify(case="lower")
-    headings = list(re.finditer(r"^(#+) (.*)$", FENCE.sub(lambda code: " " * len(code[0]), text), flags=re.MULTILINE))
-    (begin,) = (heading for heading in headings if slug(heading[2], "-") == anchor)
-    ends = [h.start() for h in headings if h.start() > begin.start() and len(h[1]) <= len(begin[1])]
-    return text[begin.end() : ends[0] if ends else None].strip("\n")
-
-
-def indented(text: str) -> Iterator[str]:
-    """Yields lines with four spaces before what belongs to an item of a list, as Python-Markdown reads it.
-
-    CommonMark, and so the documents, have as many as the item's mark is wide.
-    """
-    width, is_code = 0, False
-    for line in text.splitlines():
-        is_code ^= line.startswith("```")
-        mark = None if is_code else re.match(r"(?:\d+\.|-) +", line)
-        if mark:
-            width = len(mark[0])
-        elif line and not line.startswith(" " * width):
-            width = 0
-        yield " " * (4 - width) + line if width and line and not mark else line
-
-
-def with_links(text: str, document: Path, page: Page, files: Files) -> str:
     """Returns the text with its links, which are relative to the document, as links of the page."""
+    document = Path(page.file.abs_src_path)
     uris = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
 
     def target(match: re.Match[str]) -> str:
@@ -120,9 +70,19 @@ def with_links(text: str, document: Path, page: Page, files: Files) -> str:
             return match["text"]
         return f"[{match['text']}]({address}{anchor})"
 
-    parts = FENCE.split("\n".join(indented(text)))
+    parts = FENCE.split(markdown)
     parts[::2] = [LINK.sub(target, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
+    """Writes llms.txt: the site's title, description and pages, https://llmstxt.org."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for item in nav.items:
+        lines += ["", f"## {item.title}", ""] if item.is_section else [""]
+        pages = item.children if item.is_section else [item]
+        lines += [f"- [{page.title}]({posixpath.join(config.site_url or '', page.url)})" for page in pages]
+    files.append(File.generated(config, "llms.txt", content="\n".join([*lines, ""])))
 
 
 class Docstrings(griffe.Extension):
