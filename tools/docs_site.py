@@ -15,6 +15,7 @@ from typing import Any
 
 import griffe
 from addresses import URLS
+from links import in_repository, with_addresses
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
@@ -36,8 +37,6 @@ PAGES = {
     "project/security.md": "SECURITY.md",
     "project/conduct.md": "CODE_OF_CONDUCT.md",
 }
-FENCE = re.compile(r"^( *```.*?^ *```)$", flags=re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?!\w+:)(?P<path>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
 PUBLIC = re.findall(r'^    "(\w+)",$', (ROOT / "grpo_kernels/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 log = logging.getLogger("mkdocs.docs_site")
 
@@ -57,22 +56,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     document = Path(page.file.abs_src_path)
     uris = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
 
-    def target(match: re.Match[str]) -> str:
-        path = (document.parent / match["path"]).resolve() if match["path"] else document
-        anchor = match["anchor"] or ""
+    def address(link: str, anchor: str) -> str:
+        path = (document.parent / link).resolve() if link else document
         if path in uris:
-            address = posixpath.relpath(uris[path], posixpath.dirname(page.file.src_uri))
-        elif path.exists() and URLS:
-            address = f"{URLS['Repository']}/blob/main/{path.relative_to(ROOT)}"
-        else:
-            if not path.exists():
-                log.warning(f"{document.relative_to(ROOT)}: {match['path']} leads nowhere")
-            return match["text"]
-        return f"[{match['text']}]({address}{anchor})"
+            return posixpath.relpath(uris[path], posixpath.dirname(page.file.src_uri)) + anchor
+        if not path.exists():
+            log.warning(f"{document.relative_to(ROOT)}: {link} leads nowhere")
+            return ""
+        return in_repository(URLS.get("Repository", ""), path.relative_to(ROOT).as_posix(), anchor)
 
-    parts = FENCE.split(markdown)
-    parts[::2] = [LINK.sub(target, part) for part in parts[::2]]
-    return "".join(parts)
+    return with_addresses(markdown, address)
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
