@@ -84,11 +84,13 @@ def bench(arguments: argparse.Namespace) -> int:
             rounds = job.rounds if job.rounds == 0 else arguments.rounds or job.rounds or ROUNDS[device.type]
             title = f"{number}/{len(chosen)} {job.case}"
             print(f"\n{title}: {', '.join(job.against)}", flush=True)
+            # Half of what is left, for the sake of the cases after it.
+            deadline = end if number == len(chosen) else (time.time() + end) / 2
             run = partial(
-                run_in_subprocess, on_progress=_show_progress(title), deadline=end + _LATE_S,
+                run_in_subprocess, on_progress=_show_progress(title), deadline=deadline + _LATE_S,
                 silence_s=arguments.silence or SILENCE_S[device.type],
             )  # fmt: skip
-            found = measure_job(job, Options(str(device), rounds, end), run)
+            found = measure_job(job, Options(str(device), rounds, deadline), run)
             cases.append(found)
         write(output, document)
         if found is not None:
@@ -97,7 +99,10 @@ def bench(arguments: argparse.Namespace) -> int:
         print(f"not run, out of time: {case}")
     cut = sum(_is_cut(report) for found in cases for report in found["implementations"].values())
     if cut or document["not_run"]:
-        print(f"the time was over before {cut} measurements of the cases above; --minutes takes more")
+        print(
+            f"out of time: {cut} measurements of the cases above, {len(document['not_run'])} cases. "
+            f"--resume --minutes {2 * (minutes or 1):g} measures again the cases that lack something"
+        )
     print(f"written: {output}")
     if not arguments.no_figures and importlib.util.find_spec("matplotlib") is None:
         print("no pictures without matplotlib: pip install matplotlib", file=sys.stderr)
@@ -138,7 +143,7 @@ def has_failed(document: Document) -> bool:
 
 
 def _is_cut(report: Document) -> bool:
-    return NOT_RUN in (report.get("error"), report.get("memory_error"))
+    return any(report.get(key, "").startswith(NOT_RUN) for key in ("error", "memory_error"))
 
 
 def _complete_cases(path: Path, here: Document) -> list[Document]:
