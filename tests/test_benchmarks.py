@@ -90,7 +90,7 @@ def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkey
     }
     monkeypatch.setattr(measure, "IMPLEMENTATIONS", table)
     monkeypatch.setattr(measure, "limit_memory", lambda: None)
-    found = measure._measure(TINY, list(table), Options("cpu", 2, NEVER), lambda *told: None)
+    found = measure._measure(TINY, list(table), Options("cpu", 2, NEVER), 0.0, lambda *told: None)
     assert [name for name, report in found.items() if "seconds" in report] == ["ours", "floor", "eager"]
     assert found["wrong"]["error"].startswith("wrong result") and found["absent"]["missing"] == "no such mode"
     assert found["large"]["error"].startswith("out of memory")
@@ -132,7 +132,7 @@ def test_who_kills_the_process_costs_itself_alone_and_what_was_found_in_time_is_
     deaths = {"trl": "the process ended with 1", "eager": "CUDA error: an illegal memory access was encountered"}
     names, options = ["ours", "trl", "floor", "eager"], Options("cpu", 1, NEVER)
 
-    def run(_, case, names, options):
+    def run(_, case, names, *others):
         for name in names:
             if name in deaths:
                 raise process.Died(deaths[name], name)
@@ -150,10 +150,10 @@ def test_who_kills_the_process_costs_itself_alone_and_what_was_found_in_time_is_
     assert all(found[name]["error"] == process.NOT_RUN for name in names[1:])
 
 
-def measure_with_a_slow_peer(case, names, options, on_progress):
+def measure_with_a_slow_peer(case, names, options, begin, on_progress):
     slow = Implementation("slow", lambda *_: lambda inputs: time.sleep(600))
     measure.IMPLEMENTATIONS["trl"] = slow  # in this process alone
-    return measure._measure(case, names, Options("cpu", 2, time.time() + 8), on_progress)
+    return measure._measure(case, names, Options("cpu", 2, time.time() + 8), time.time(), on_progress)
 
 
 def test_a_slow_peer_takes_half_of_what_is_left_and_all_others_have_a_time():

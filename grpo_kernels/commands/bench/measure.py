@@ -50,11 +50,12 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
     error affects no other: its end is its result, and the others are measured again without it, first those that have
     no time yet.
     """
-    found, lost, is_over = titles(names), {}, False
+    found, is_over = titles(names), False
+    lost: Found = {}
     while not is_over:
         remaining = sorted((name for name in names if name not in lost), key=lambda name: "seconds" in found[name])
         try:
-            reports, is_over = run(_measure, case, remaining, options), True
+            reports, is_over = run(_measure, case, remaining, options, time.time()), True
         except Died as death:
             reports, is_over = death.found or {}, str(death) == NOT_RUN
             if not is_over and death.last_message not in remaining:
@@ -75,8 +76,8 @@ def titles(names: Sequence[str]) -> Found:
     return {name: {"title": IMPLEMENTATIONS[name].title} for name in names}
 
 
-def _measure(case: Case, names: Sequence[str], options: Options, on_progress: OnProgress) -> Found:
-    device, found = torch.device(options.device), titles(names)
+def _measure(case: Case, names: Sequence[str], options: Options, begin: float, on_progress: OnProgress) -> Found:
+    device, found, set_up = torch.device(options.device), titles(names), 0.0
     if device.type == "cpu":
         limit_memory()
     on_progress("inputs")
@@ -88,12 +89,14 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
         if objective not in exact:
             on_progress("reference")
             exact[objective] = reference(inputs, case.mode, objective)
-        left = options.deadline - time.time()
-        if left < 0:
+        if (left := options.deadline - time.time()) < 0:
             break
+        set_up = set_up or time.time() - begin
         on_progress(name)
-        # One whose first call takes half of what is left ends this process, for the sake of those after it.
-        signal.setitimer(signal.ITIMER_REAL, left / 2 if left < math.inf and name != names[-1] else 0)
+        # A first call that takes half of what is left ends this process, for the sake of those after it: if there is
+        # time to set up another process.
+        limited = name != names[-1] and set_up < left / 2 < math.inf
+        signal.setitimer(signal.ITIMER_REAL, left / 2 if limited else 0)
         try:
             step, report = prepare(name, inputs, case.mode, exact[objective], device)
             if step is not None:
