@@ -111,7 +111,7 @@ UNUSABLE = {
     "no driver": (dict(driver_cuda=0), r"no NVIDIA driver was found \(libcuda.so.1\): install one"),
     "old driver": (
         dict(driver_cuda=12080, built_for_cuda=13000),
-        r"built for CUDA 13.0 and the driver is for CUDA 12.8: update the driver, or install the wheel \+cu128",
+        r"built for CUDA 13.0 and the driver is for CUDA 12.8: update the driver",
     ),
     "older driver": (
         dict(driver_cuda=11080, built_for_cuda=12060),
@@ -145,7 +145,7 @@ def test_a_driver_of_the_same_major_version_will_do(machine, driver):
     (
         (10, 3),
         r"compute capability 10.3, and the CUDA kernels were built for sm_80 sm_90a sm_120 compute_120: update the "
-        r"driver, install the wheel of another CUDA version, or in a checkout run GRPO_KERNELS_CUDA_ARCHS=103 pip .*\.",
+        r"driver, or in a clone run GRPO_KERNELS_CUDA_ARCHS=103 pip .*\.",
     ),
 ])  # fmt: skip
 def test_a_device_without_an_image_falls_back_with_one_warning(machine, capability, sentence):
@@ -183,17 +183,18 @@ def test_an_installation_without_cuda_kernels_is_a_choice(machine):
 
 
 @pytest.mark.parametrize(("of_torch", "wheel"), [("13.2", "cu130"), ("12.6", "cu128"), (None, "cu130")])
-def test_the_wheel_for_this_torch_is_named_with_the_command_that_installs_it(machine, of_torch, wheel):
+def test_the_wheel_for_this_torch_is_named_where_wheels_are_published(machine, of_torch, wheel):
     machine.without_kernels()
     machine.has(cuda=of_torch)
-    assert f"install the wheel +{wheel}, or build with" in cuda_backend.load()[1]
     published = Message()
-    published["Version"] = "0.1.0+cu126"
+    published["Version"] = "0.1.0+cpu"
+    machine.patch.setattr(cuda_backend, "metadata", lambda name: published)
+    build = "run GRPO_KERNELS_CUDA=1 pip install . in a clone"
+    assert cuda_backend.load()[1] == f"this installation has no CUDA kernels: {build}"
     for url in ("Repository, https://github.com/owner/name", "Wheels, https://owner.github.io/name/whl/"):
         published["Project-URL"] = url
-    machine.patch.setattr(cuda_backend, "metadata", lambda name: published)
     command = f"pip install grpo-kernels==0.1.0+{wheel} --extra-index-url https://owner.github.io/name/whl/{wheel}/"
-    assert f"install the wheel +{wheel} ({command}), or build with" in cuda_backend.load()[1]
+    assert f"install the wheel +{wheel} ({command}), or {build}" in cuda_backend.load()[1]
 
 
 def test_a_module_that_cannot_be_imported(machine):
