@@ -48,7 +48,7 @@ def test_python_blocks_of_the_front_page_run_one_after_another(monkeypatch):
     for package in ("transformers", "trl", "peft", "accelerate", "numpy"):
         monkeypatch.setitem(sys.modules, package, None)  # its import fails
     names: dict[str, Any] = {}
-    batch, eager, fused = python_blocks(README)
+    _, batch, eager, fused = python_blocks(README)
     run_blocks([batch, eager, fused], names)
     names["old_logps"] = names["old_logps"] + 0.2 * torch.randn(8, 10)
     found = []
@@ -60,6 +60,26 @@ def test_python_blocks_of_the_front_page_run_one_after_another(monkeypatch):
         found.append([p.grad.clone() for p in parameters])
     for ours, expected in zip(*found[::-1], strict=True):
         assert expected.any() and torch.allclose(ours, expected, atol=1e-6)
+
+
+def test_the_trl_script_of_the_front_page_runs(tmp_path, monkeypatch):
+    """One step on the CPU, with a tiny model and a local file in place of names."""
+    pytest.importorskip("trl", reason="trl is not installed: run make test")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "One"}\n{"prompt": "Two"}\n')
+    script = python_blocks(README)[0]
+    assert len(script.splitlines()) <= 15
+    for shown, small in (
+        ("Qwen/Qwen2.5-0.5B-Instruct", str(tiny_chat(tmp_path / "model"))),
+        ('"trl-lib/tldr"', f'"json", data_files={str(tmp_path / "rows.jsonl")!r}'),
+        ("max_steps=100", "max_steps=1, max_completion_length=4, use_cpu=True, report_to=[]"),
+    ):
+        assert script.count(shown) == 1
+        script = script.replace(shown, small)
+    monkeypatch.chdir(tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    names: dict[str, Any] = {}
+    run_blocks([script], names)
+    assert names["trainer"].state.global_step == 1
 
 
 def test_python_blocks_of_the_guide_run_one_after_another():
