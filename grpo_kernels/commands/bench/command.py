@@ -84,13 +84,11 @@ def bench(arguments: argparse.Namespace) -> int:
             rounds = job.rounds if job.rounds == 0 else arguments.rounds or job.rounds or ROUNDS[device.type]
             title = f"{number}/{len(chosen)} {job.case}"
             print(f"\n{title}: {', '.join(job.against)}", flush=True)
-            # Half of what is left, for the sake of the cases after it.
-            deadline = end if number == len(chosen) else (time.time() + end) / 2
             run = partial(
-                run_in_subprocess, on_progress=_show_progress(title), deadline=deadline + _LATE_S,
+                run_in_subprocess, on_progress=_show_progress(title), deadline=end + _LATE_S,
                 silence_s=arguments.silence or SILENCE_S[device.type],
             )  # fmt: skip
-            found = measure_job(job, Options(str(device), rounds, deadline), run)
+            found = measure_job(job, Options(str(device), rounds, end), run)
             cases.append(found)
         write(output, document)
         if found is not None:

@@ -34,6 +34,7 @@ FAR = 1.5  # times the fastest
 BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
 # Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
 WITHOUT_MEMORY = ("floor", "compiled")
+_RESULT = {"seconds", "error", "missing"}  # one of them is in the report of an implementation that had its turn
 CPU = torch.device("cpu")
 
 
@@ -55,18 +56,21 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
     while not is_over:
         remaining = sorted((name for name in names if name not in lost), key=lambda name: "seconds" in found[name])
         try:
-            reports, is_over = run(_measure, case, remaining, options, time.time()), True
+            reports, why = run(_measure, case, remaining, options, time.time()), NOT_RUN
         except Died as death:
-            reports, is_over = death.found or {}, str(death) == NOT_RUN
-            if not is_over and death.last_message not in remaining:
-                return {"error": str(death), "implementations": lost}
-            if not is_over:
-                lost[death.last_message] = {"error": str(death)}
+            reports, why = death.found or {}, str(death)
+            if why != NOT_RUN and death.last_message not in remaining:
+                return {"error": why, "implementations": lost}
+            if why != NOT_RUN:
+                lost[death.last_message] = {"error": why}
         for name, report in reports.items():
             found[name] |= report
+        # Where time is short, others are not measured again because of one that was too slow.
+        has_all = all(_RESULT & found[name].keys() for name in names if name not in lost)
+        is_over = why == NOT_RUN or (has_all and why.startswith(NOT_RUN))
     found |= lost
     for report in found.values():
-        if not {"seconds", "error", "missing"} & report.keys():
+        if not _RESULT & report.keys():
             report["error"] = NOT_RUN
     _add_ratios(found)
     return {"implementations": found}
@@ -93,9 +97,9 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
             break
         set_up = set_up or time.time() - begin
         on_progress(name)
-        # A first call that takes half of what is left ends this process, for the sake of those after it: if there is
-        # time to set up another process.
-        limited = name != names[-1] and set_up < left / 2 < math.inf
+        # A first call (not of ours) that takes half of what is left ends this process, for the sake of what comes
+        # after, if there is time to set up another one.
+        limited = name != "ours" and set_up < left / 2 < math.inf
         signal.setitimer(signal.ITIMER_REAL, left / 2 if limited else 0)
         try:
             step, report = prepare(name, inputs, case.mode, exact[objective], device)
