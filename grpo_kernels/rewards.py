@@ -148,12 +148,15 @@ def group_statistics(
     rewards = rewards.detach()
     if rewards.dtype != torch.float64:
         rewards = rewards.float()
-    if scale == "group" and ddof == 1:
+    if (scale == "group" and ddof == 1) or baseline == "leave_one_out":
         smallest = groups.size
         if not smallest and checks_values(rewards.device):
             smallest = int(torch.bincount(groups.index, minlength=groups.count).min())
         if smallest == 1:
-            raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
+            what = "standard deviation: scale='group'" if scale == "group" and ddof == 1 else f"other one: {baseline=}"
+            raise ValueError(f"a group of one completion has no {what} needs groups of >= 2")
+    if groups.size == 1 and baseline != "none":
+        raise ValueError(f"a group of one completion has an advantage of 0 by baseline={baseline!r}; expected >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
     compute = _traced_statistics if is_traced(rewards) else _statistics_of_groups
     return compute(rewards, *groups, *numbers, lengths)
