@@ -196,6 +196,15 @@ def _check_num_items(count: Tensor | float, mask: Tensor | None, device: torch.d
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
     if config.beta != 0.0 and options.get("ref_logps") is None:
         raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
+    if options.get("ref_logps") is None:
+        kl = config.kl_estimator
+        for name, value, neutral in (
+            ("kl_clamp", config.kl_clamp, config.kl_clamp is None),
+            ("kl_estimator", kl, kl in ("none", DEFAULT_CONFIG.kl_estimator)),
+            ("use_bias_correction_kl", True, not config.use_bias_correction_kl),
+        ):
+            if not neutral:
+                raise ValueError(f"{name}={value!r} has no effect without ref_logps; leave it out")
     if options.get("rollout_logps") is None and options.get("old_logps") is None:
         if config.off_policy_mask_threshold is not None:
             raise ValueError("off_policy_mask_threshold has no effect without rollout_logps or old_logps; leave it out")
@@ -207,7 +216,15 @@ def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
         if config.aggregation != "num_items":
             why = f"aggregation={config.aggregation!r}; use normalizer"
             raise ValueError(f"num_items_in_batch has no effect with {why}")
-    if options.get("entropy_normalizer") is not None:
+    if options.get("entropy_normalizer") is None:
+        counts_tokens = config.aggregation in ("token_mean", "num_items") or config.entropy_aggregation == "loss"
+        has_mean = config.has_entropy_bonus and not config.entropy_kept_only
+        if options.get("normalizer") is not None and has_mean and not counts_tokens:
+            raise ValueError(
+                f"normalizer with aggregation={config.aggregation!r} says nothing of the number of tokens, over which "
+                "the entropy bonus is a mean; give entropy_normalizer, or entropy_aggregation='loss'"
+            )
+    else:
         for why, applies in (
             ("entropy_coef=0; leave it out", not config.has_entropy_bonus),
             ("entropy_aggregation='loss'; use normalizer", config.entropy_aggregation == "loss"),

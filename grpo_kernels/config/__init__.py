@@ -281,8 +281,10 @@ class GRPOConfig:
             )
         if self.aggregation != "fixed_length" and self.max_completion_length is not None:
             raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
-        if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl):
-            raise ValueError("kl_estimator='none' contradicts beta != 0 and use_bias_correction_kl")
+        if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl or self.kl_clamp):
+            raise ValueError("kl_estimator='none' contradicts beta != 0, use_bias_correction_kl and kl_clamp")
+        if self.kl_score_term and self.beta == 0.0:
+            raise ValueError("kl_score_term=True has no effect with beta=0; leave it out")
         if self.kl_score_term and (self.kl_estimator not in PRODUCTS or self.use_bias_correction_kl):
             raise ValueError(
                 f"kl_score_term=True with kl_estimator={self.kl_estimator!r} and use_bias_correction_kl="
