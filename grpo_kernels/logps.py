@@ -43,10 +43,11 @@ def fused_logps(
         z = softcap(logit_scale * (h W^T + b)) / temperature,  logp = z[id] - logsumexp(z),  entropy = -sum p log p
 
     Shapes and types as in `fused_grpo_loss`: hidden (B, T, H) or (N, H), lm_head_weight (V, H), completion_ids (B, T)
-    or (N,), or K of them per token, (B, T, K) or (N, K), in any order, which may repeat; temperature a number, or one
-    value per token or, for (B, T), per sequence: (B,) or (B, 1). Returns float32 tensors (float64 from float64) in
-    nats, 0 at masked positions: log-probabilities of the shape of completion_ids, entropies of the tokens. K ids share
-    the products and the log-sum-exp of one; they go with neither sampling_mask nor sparse_backward.
+    or (N,), or K of them per token, (B, T, K) or (N, K), in any order, which may repeat; temperature a number, or a
+    tensor with one element, one per token or, for (B, T), one per sequence: (B,) or (B, 1). Returns float32 tensors
+    (float64 from float64) in nats, 0 at masked positions: log-probabilities of the shape of completion_ids, entropies
+    of the tokens. K ids share the products and the log-sum-exp of one; they go with neither sampling_mask nor
+    sparse_backward.
 
     sampling_mask: only over the ids that truncated sampling kept for each token, as in `fused_grpo_loss`.
     sparse_backward: as in `GRPOConfig`, for the backward.
@@ -170,6 +171,7 @@ def check_truncation(top_k: object, top_p: object, min_p: object, *, min_p_last:
     )  # fmt: skip
 
 
+@torch.no_grad()
 def support_under(
     rule: Truncation, inputs: Inputs, ids: Tensor, mask: Tensor | None,
     transform: tuple[float | Tensor, float, float | None],

@@ -79,7 +79,8 @@ def test_rejection_equals_verls(verl):
     for name, bound in (("seq_sum_k1", (0.5, 2.0)), ("token_k2", 200.0), ("seq_max_k3", 5e8)):
         spec = "0.5_2.0" if isinstance(bound, tuple) else str(bound)
         expected, _ = verl.compute_rollout_rejection_mask(far, torch.ones(2, 2), name, spec)
-        assert gk.rejection_mask(far, torch.zeros(2, 2), {name: bound}).tolist() == expected.bool().tolist()
+        found = gk.rejection_mask(far - 60, torch.full((2, 2), -60.0), {name: bound})
+        assert found.tolist() == expected.bool().tolist()
         assert expected[0].all()
 
 
@@ -158,7 +159,7 @@ def test_weights_equal_verls(verl, normalize):
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", WEIGHT_LEVELS)
 def test_rollout_weights_against_a_loop(level, mode):
-    old, rollout = torch.randn(3, 5), torch.randn(3, 5)
+    old, rollout = torch.randn(3, 5) - 5, torch.randn(3, 5) - 5
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
     rollout[0, 1], rollout[1, 3] = math.nan, math.inf
     found = gk.rollout_weights(old, rollout, completion_mask=mask, level=level, mode=mode, cap=1.5, low=0.6)
@@ -179,16 +180,17 @@ def test_rollout_weights_against_a_loop(level, mode):
 
 
 def test_masks_and_vetoes_of_whole_sequences():
-    old = torch.log(torch.tensor([[1.2, 0.9, 1.1], [3.0, 0.2, 2.0], [1e-5, 3.0, 3.0], [2.0, 2.0, 9.0]]))
-    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]])
-    found = gk.rollout_weights(old, torch.zeros(4, 3), completion_mask=mask, mode="sequence_mask")
-    w = torch.where(mask.bool(), old.exp(), 1.0)
+    ratio = torch.tensor([[1.2, 0.9, 1.1], [3.0, 0.2, 2.0], [1e-5, 3.0, 3.0], [2.0, 2.0, 9.0]])
+    rollout = torch.full((4, 3), -4.0)
+    old, mask = rollout + ratio.log(), torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    found = gk.rollout_weights(old, rollout, completion_mask=mask, mode="sequence_mask")
+    w = torch.where(mask.bool(), ratio, 1.0)
     inside = torch.tensor([True, True, False, True])[:, None]  # means 1.06, 1.06, 0.04, 2.0
     torch.testing.assert_close(found, torch.where(inside, w, 0.0))
-    found = gk.rollout_weights(old, torch.zeros(4, 3), completion_mask=mask, veto=0.3)
+    found = gk.rollout_weights(old, rollout, completion_mask=mask, veto=0.3)
     assert not found[1:3].any()
     torch.testing.assert_close(found[[0, 3]], w[[0, 3]].clamp(max=2.0))
-    assert gk.rollout_weights(old, torch.zeros(4, 3), level="sequence", veto=1e-4)[2] == 0
+    assert gk.rollout_weights(old, rollout, level="sequence", veto=1e-4)[2] == 0
 
 
 def test_rollout_weights_of_an_unbounded_gap_are_finite():

@@ -51,7 +51,6 @@ class Machine:
             entry = backends._REGISTRY[name]._replace(load=load, devices=("cuda",))
             monkeypatch.setitem(backends._REGISTRY, name, entry)
         self.triton = ("", "")  # why it is missing, why it does not serve
-        monkeypatch.setattr(backends, "interpreted", lambda: False)
         forget()
 
     def has(self, **facts) -> None:
@@ -163,6 +162,7 @@ def test_a_device_without_an_image_falls_back_with_one_warning(machine, capabili
 def test_what_it_lacks_is_tritons_or_torchs(machine, monkeypatch):
     from grpo_kernels.kernels.triton.backend import TRITON
 
+    monkeypatch.delenv("TRITON_INTERPRET")
     found, _ = cuda_backend.load()
     assert found.kept_logits is TRITON.kept_logits
     assert found.exponentials.__self__.module is machine.module
@@ -210,22 +210,23 @@ def test_a_module_that_cannot_be_imported(machine):
 def test_what_it_needs_is_said(monkeypatch):
     import triton
 
+    assert kernels.why_unusable().startswith("TRITON_INTERPRET=1 is set: the interpreter computes bfloat16 wrongly")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert kernels.why_unusable() == ""
     monkeypatch.setattr(triton, "__version__", "3.3.1+git")
     assert kernels.why_unusable() == "Triton 3.3.1+git is older than 3.4, which comes with torch 2.8"
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     assert kernels.why_unusable() == ""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernels.why_unusable() == "Triton needs a GPU, and torch sees none"
     monkeypatch.setitem(sys.modules, "triton", None)
     assert kernels.why_unusable().startswith("Triton cannot be imported: ")
 
 
-def test_auto_prefers_it_on_a_gpu_and_never_interprets(monkeypatch):
+def test_auto_prefers_it_on_a_gpu(monkeypatch):
     assert choose_backend("auto", torch.device("cpu"), torch.float32) == "cpu"
     monkeypatch.setattr(backends, "unavailable_reason", lambda name, device: "not here" if name == "cuda" else "")
-    monkeypatch.delenv("TRITON_INTERPRET")
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
     assert choose_backend("auto", torch.device("cuda"), torch.float64) == "torch"
 

@@ -8,13 +8,14 @@ import random
 
 import pytest
 import torch
+from helpers import token_inputs
 
 import grpo_kernels as gk
 from grpo_kernels.config import AGGREGATIONS, KL_ESTIMATORS, SURROGATE_RULES
 from grpo_kernels.kernels.operations import Rows
 from grpo_kernels.objective.kl import kl_estimate, times_ratio
 from grpo_kernels.objective.loss import GRPOLoss, clamp_ratio, evaluate
-from grpo_kernels.objective.tokens import TokenInputs, Tokens, plan
+from grpo_kernels.objective.tokens import Tokens, plan
 from grpo_kernels.reference import reference_loss_from_logps
 
 POINTS = [(surrogate, level) for surrogate, rule in SURROGATE_RULES.items() for level in rule.levels]
@@ -44,9 +45,9 @@ class Case:
             options["log_ratio_clamp"] = 0.5
         factor = rng.choice(("", "use_bias_correction_kl", "kl_score_term"))
         if kl != "none":
-            options["beta"] = rng.choice((0.0, 0.3, 0.3))
+            options["beta"] = fixed.get("beta", rng.choice((0.0, 0.3, 0.3)))
             options["kl_clamp"] = rng.choice((None, 0.3, (0.6, 0.25)))
-            if factor == "use_bias_correction_kl" or (factor and not kl.endswith("+")):
+            if factor == "use_bias_correction_kl" or (factor and options["beta"] and not kl.endswith("+")):
                 options[factor] = True
         options["aggregation"] = rng.choice(AGGREGATIONS)
         if options["aggregation"] == "fixed_length":
@@ -85,7 +86,8 @@ class Case:
 
     def planned(self, dtype: torch.dtype = torch.float64) -> Tokens:
         ids = torch.zeros(self.logps.shape, dtype=torch.int64)
-        return plan(TokenInputs(**self.given), ids, self.config, dtype)
+        inputs, per_sequence = token_inputs(ids, dtype, **self.given)
+        return plan(inputs, ids, self.config, dtype, per_sequence=per_sequence)
 
     def statistics(self, tokens: Tokens) -> list[torch.Tensor]:
         """logp and entropy (N,), 0 at tokens that are not scored, as the head leaves them."""
@@ -219,7 +221,7 @@ def test_ratio_and_kl_and_their_product_stop_at_the_exponential_of_80(kl, level)
 def test_the_kl_times_a_factor_has_a_derivative_of_all_digits(kl, expected):
     """Value and slope of k3 are near exp(d), 5e8 at d = 20, and the derivative of the product is their sum, -d."""
     d = torch.tensor([2.0, 5.0, 18.0, 20.0, 25.0, 40.0, 79.0])
-    score = kl_estimate(gk.GRPOConfig(kl_estimator=kl, kl_score_term=True), -torch.ones_like(d), d - 1.0)
+    score = kl_estimate(gk.GRPOConfig(kl_estimator=kl, kl_score_term=True, beta=1.0), -torch.ones_like(d), d - 1.0)
     config = gk.GRPOConfig(kl_estimator=kl, use_bias_correction_kl=True, beta=1.0)
     ratio, estimate = clamp_ratio(config, 0 * d), kl_estimate(config, -torch.ones_like(d), d - 1.0)
     _, corrected, _ = times_ratio(estimate, ratio.value, ratio.clamped, shared=False)

@@ -163,6 +163,11 @@ def test_what_does_not_fit_is_refused_by_name(verl):
     for changes, error, message in (
         (dict(loss_agg_mode="mean"), ValueError, "loss_agg_mode='mean'; expected one of token-mean, token-sum"),
         (dict(config=None), ValueError, "config is None; expected verl's ActorConfig"),
+        (
+            dict(old_log_prob=given["old_log_prob"].clone().requires_grad_()),
+            ValueError,
+            "old_log_prob requires a gradient",
+        ),
         (dict(response_mask=None), TypeError, r"response_mask is a NoneType; expected a torch\.Tensor"),
         (dict(advantages=given["advantages"][:, 0]), ValueError, r"advantages has shape \(5,\); expected \(5, 8\)"),
     ):

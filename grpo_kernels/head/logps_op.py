@@ -11,8 +11,15 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_temperature, check_top_k, check_values, checks_values
+from ..checks.arguments import (
+    check_top_k,
+    check_values,
+    checks_values,
+)
 from ..checks.plain import check_gathered, stored
+from ..checks.tokens import (
+    check_argument,
+)
 from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..kernels import get_backend
 from ..kernels.operations import LogitTransform, Statistics
@@ -41,7 +48,7 @@ from .vocab_parallel import VocabSlice, signature, vocab_size_of
 class LogpsTokens(NamedTuple):
     completion_ids: Tensor  # one per token, or K
     mask: Optional[Tensor] = None
-    temperature: Optional[Tensor] = None  # instead of the number
+    temperature: Optional[Tensor] = None  # one per token, instead of the number
     kept_ids: Optional[Tensor] = None  # of a SamplingMask
     kept_counts: Optional[Tensor] = None
 
@@ -123,13 +130,12 @@ def open_pass(
         chunk_rows=chunk_rows, vocab_slice=call.vocab_slice,
         teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
     )  # fmt: skip
-    mask, every_row = None if mask is None else mask.reshape(-1).bool(), is_capturing(device)
+    mask, every_row = None if mask is None else mask.view(-1), is_capturing(device)
     head.keep = mask if every_row else None
     if per_token is None:
         temperature = torch.full((head.num_tokens,), number, dtype=dtype, device=device)
     else:
-        expanded = per_token.detach().reshape(-1).expand(head.num_tokens)
-        temperature = _filled(expanded, mask, 1.0).to(device=device, dtype=dtype)
+        temperature = _filled(per_token.view(-1), mask, 1.0)
     sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=every_row)
     sampled = (ids[..., 0] if ids.dim() == inputs[0].dim() else ids).reshape(-1)  # of K ids the first
     sampled = sampled if mask is None else torch.where(mask, sampled, 0)
@@ -155,7 +161,7 @@ def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = 
         mask = mask[..., None].expand_as(ids)
     check_values(ids, mask, vocab_size, cu_seqlens)
     if temperature is not None and checks_values(temperature.device):
-        check_temperature(temperature, None if call.tokens.mask is None else call.tokens.mask.bool())
+        check_argument("temperature", temperature, call.tokens.mask)
 
 
 def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
@@ -231,7 +237,7 @@ def _compute_gradients(
     check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
         stats = Statistics(torch.zeros_like(entropy), lse.clone(), entropy.clone())
-        flat = None if call.tokens.mask is None else call.tokens.mask.reshape(-1).bool()
+        flat = None if call.tokens.mask is None else call.tokens.mask.view(-1)
         if teacher is not None:
             teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), flat, 0.0)
         if (several := _k_logps(inputs, call, stats)) is not None:

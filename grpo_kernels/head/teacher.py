@@ -95,7 +95,7 @@ class TeacherHead:
             sums = backend.divergence(chunk)
             self.vocab_slice.add_up(sums)
             for kept, x in zip((self.divergence, self.offset), sums, strict=True):
-                chunk.rows.put(kept, x.to(kept.dtype))
+                chunk.rows.put(kept, x)
 
 
 # --- K ids -----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class TopKHead(KIds):
                 self.vocab_slice.combine(rows, torch.zeros_like(self.ids[:, 0]), self.rest)
         log_p, _ = self._log_p(chunk, rows.take(self.ids))
         divergence, _ = sums(*self._outcomes(chunk, log_p), self.transform)
-        rows.put(self.divergence, divergence.to(self.divergence.dtype))
+        rows.put(self.divergence, divergence)
 
     def _outcomes(self, chunk: LogitChunk, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the policy and the teacher between which the divergence is."""

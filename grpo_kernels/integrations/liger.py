@@ -85,6 +85,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         """Returns (loss (), metrics), with gradients to _input (B, T, H), lin_weight (V, H) and bias (V,)."""
         config = self._config()
         check_plain("attention_mask", attention_mask)
+        old_logps, ref_per_token_logps, vllm_is_ratio, num_items_in_batch = map(
+            _without_graph, (old_per_token_logps, ref_per_token_logps, vllm_is_ratio, num_items_in_batch)
+        )
         if ref_per_token_logps is not None and not self.use_ref_model:
             raise ValueError("ref_per_token_logps has no effect with use_ref_model=False; leave one of them out")
         if self.beta != 0.0 and self.use_ref_model and ref_per_token_logps is None:
@@ -101,8 +104,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             vllm_is_ratio = _shared_evenly(vllm_is_ratio, attention_mask)
         counts_tokens = config.aggregation == "num_items"
         out = fused_grpo_loss(
-            _input, lin_weight, selected_token_ids, advantages, completion_mask=attention_mask,
-            old_logps=old_per_token_logps, ref_logps=ref_per_token_logps if config.beta else None,
+            _input, lin_weight, selected_token_ids, _without_graph(advantages), completion_mask=attention_mask,
+            old_logps=old_logps, ref_logps=ref_per_token_logps if config.beta else None,
             rollout_weights=vllm_is_ratio, lm_head_bias=bias, config=config,
             normalizer=_tokens_per_rank(attention_mask, num_items_in_batch) if counts_tokens else None,
         )  # fmt: skip
@@ -132,6 +135,11 @@ def _config(loss_type: str, importance_sampling_level: Level, **options: Any) ->
     if found.get("max_completion_length", 0) is None:
         raise ValueError("max_completion_length is None; loss_type='dr_grpo' needs it")
     return GRPOConfig(**found | {name: options[name] for name in ("delta", "sparse_backward")})
+
+
+def _without_graph(x: Any) -> Any:
+    """Returns an input that gets no gradient from Liger, whether it requires one or not."""
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:

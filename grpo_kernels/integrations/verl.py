@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_config
+from ..checks.arguments import check_config, constant
 from ..checks.plain import check_plain, check_shape
 from ..config import GRPOConfig, check_one_of, check_sparse_backward
 from ..logps import fused_logps
@@ -68,6 +68,7 @@ def register(
         if config.sparse_backward is not None:
             raise ValueError("config.sparse_backward has no effect in verl's policy loss; give it to register()")
         neutral = dict(beta=0.0, entropy_coef=0.0, entropy_threshold=None, off_policy_mask_threshold=None)
+        neutral |= dict(kl_clamp=None, use_bias_correction_kl=False)
         for option, value in neutral.items():
             if (given := getattr(config, option)) != value:
                 raise ValueError(f"config.{option}={given}: verl's policy losses are not given what it needs")
@@ -149,6 +150,8 @@ def policy_loss(
     for name, x in tensors.items():
         check_plain(name, x)
         check_shape(name, x, x.shape == log_prob.shape, f"{tuple(log_prob.shape)} like log_prob")
+        if name != "log_prob":
+            constant(name, x)
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
     chosen = _config(grpo_config, _AGGREGATIONS[loss_agg_mode], low, high, config.get("clip_ratio_c", 3.0))
     out = grpo_loss_from_logps(

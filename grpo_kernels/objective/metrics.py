@@ -37,6 +37,8 @@ class Batch:
     num_sequences: int
     num_groups: int = 0
     reward_statistics: list[Tensor] | None = None
+    per_sequence: bool = False  # advantages and rollout weights were given with one value for each sequence
+    advantages: Tensor | None = None  # as they were given, or computed from rewards
 
     @property
     def has_teacher(self) -> bool:
@@ -45,7 +47,7 @@ class Batch:
     @property
     def record_fields(self) -> tuple[str, ...]:
         """The names of what GRPOLoss.finish returns."""
-        inputs, rules = self.tokens, rules_of(self.tokens, self.config, self.shape, self.has_teacher)
+        inputs, rules = self.tokens, rules_of(self.tokens, self.config, self.per_sequence, self.has_teacher)
         present = {
             "scored": inputs.completion_mask is not None or not (self.config.score_inactive or rules.all_have_gradient),
             "kl": rules.has_kl,

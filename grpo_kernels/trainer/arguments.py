@@ -347,7 +347,7 @@ class TrainArguments:
             yield is_one_split(data) and a.is_given(name), f"{name}={getattr(a, name)!r}: {data} is one split{other}"
         arithmetic, teacher = a.model_name_or_path is None, a.teacher_model_name_or_path
         for needed, present, names in (
-            ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
+            ("beta", a.beta, ("kl_clamp", "kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
             ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta", "teacher_top_k")),
             ("teacher_top_k", a.teacher_top_k, ("teacher_top_k_mode",)),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
