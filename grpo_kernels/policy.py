@@ -47,8 +47,9 @@ class PolicyChunk:
 
     def sequence_sum(self, x: Tensor) -> Tensor:
         """Returns (n,): every token gets the sum of x (n,) over its sequence; whole sums need level="sequence"."""
-        _, local = self.sequence.unique_consecutive(return_inverse=True)
-        return x.new_zeros(len(x)).index_add(0, local, x)[local]
+        _, local, counts = self.sequence.unique_consecutive(return_inverse=True, return_counts=True)
+        totals = torch.segment_reduce(x.double(), "sum", lengths=counts, unsafe=True)
+        return totals[local].to(x.dtype)  # its gradient is added up in float64 too
 
 
 LossFn = Callable[[PolicyChunk], Tensor]
