@@ -257,3 +257,16 @@ def test_sums_of_a_users_loss_over_a_million_tokens():
     right = x.detach().double().sum()
     assert abs(total[0].double() - right) < 1e-7 * right
     assert abs(x.grad[0].double() / 1e5 - 1) < 1e-7
+
+
+def test_a_token_with_an_entropy_bonus_alone_has_a_gradient():
+    logps, entropy = -torch.rand(2, 4) - 0.1, torch.rand(2, 4)
+    advantages, mask = torch.tensor([1.0, 0.0]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    for coefficient, share in ((0.0, 4 / 7), (0.1, 0.0)):
+        config = gk.GRPOConfig(entropy_coef=coefficient)
+        out = gk.grpo_loss_from_logps(logps, advantages, entropy=entropy, completion_mask=mask, config=config)
+        assert abs(out.metrics["zero_gradient"] - share) < 1e-6
+    # Only tokens above the threshold have the bonus.
+    config = gk.GRPOConfig(entropy_coef=0.1, entropy_threshold=float(entropy[1].min()) + 1e-6, entropy_kept_only=True)
+    out = gk.grpo_loss_from_logps(logps[1:], advantages[1:], entropy=entropy[1:], config=config)
+    assert abs(out.metrics["zero_gradient"] - 1 / 4) < 1e-6

@@ -212,6 +212,15 @@ WAYS = {
 }
 
 
+def test_a_chunk_without_a_gradient_leaves_the_scale_to_the_others(backend):
+    """The scale of the first chunk, whose gradients are all 0, would stay that of the small ones behind it."""
+    batch = make_batch(0, sequences=2, length=8, width=64, vocab=512).head_as(torch.float16)
+    batch = dataclasses.replace(batch, advantages=torch.tensor([0.0, 1e-6]))
+    config = gk.GRPOConfig(static_shapes=True, chunk_rows=8, logits_dtype=torch.float16)
+    exact, _ = exact_and_eager(batch, config)
+    assert relative(ours(batch, config, backend)["weight"], exact["weight"]) < 2e-3
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_through_the_engine(way, backend):
     """The relative error does not depend on the number of items, which a range that is too narrow would make it do."""
