@@ -13,6 +13,7 @@ from torch import Tensor
 from .checks.arguments import (
     check_config,
     check_lm_head,
+    check_logits_dtype,
     check_offsets,
     check_scalar,
     check_tensor,
@@ -260,6 +261,7 @@ def check_logps_inputs(
     divergence: GRPOConfig = DEFAULT_CONFIG,
     several_ids: bool = False,
     top_k: object = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> LogpsCall:
     """Checks the arguments of a public function of log-probabilities, and returns what it computes.
 
@@ -277,6 +279,7 @@ def check_logps_inputs(
         ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     compute_dtype = check_lm_head(function_name, hidden, weight, bias, ids, several_ids=several_ids)
     dtype, one = compute_dtype or hidden.dtype, ids
+    check_logits_dtype(logits_dtype, dtype)
     if ids.dim() == hidden.dim():
         one = ids[..., 0]
         for name, x in {"sampling_mask": sampling_mask, "sparse_backward": sparse_backward}.items():
@@ -298,4 +301,6 @@ def check_logps_inputs(
     numbers = number, float(logit_scale), float(softcap or 0.0), theta
     name = choose_backend(backend, hidden.device, dtype, has_teacher=is_whole(teacher))
     tokens = LogpsTokens(ids, mask, of_tokens, *kept)
-    return LogpsCall(tokens, numbers, entropy, name, compute_dtype, k, teacher=teacher, divergence=divergence)
+    return LogpsCall(
+        tokens, numbers, entropy, name, compute_dtype, logits_dtype, k, teacher=teacher, divergence=divergence
+    )

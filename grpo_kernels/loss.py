@@ -213,8 +213,7 @@ def fused_grpo_loss(
             weight, bias = full_weight(weight), full_weight(bias)
         compute_dtype = check_lm_head("fused_grpo_loss", hidden, weight, bias, completion_ids)
         dtype = compute_dtype or hidden.dtype
-        if config.logits_dtype is not None:
-            check_logits_dtype(config.logits_dtype, dtype)
+        check_logits_dtype(config.logits_dtype, dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
         if teacher is not None or config.distill_coef != 0.0:

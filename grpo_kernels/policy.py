@@ -95,6 +95,7 @@ def fused_policy_loss(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     sparse_backward: float | None = None,
+    logits_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -113,8 +114,8 @@ def fused_policy_loss(
     Gradients flow only to hidden, weight and bias: where the value also depends on another tensor that requires a
     gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.
 
-    Shapes and errors as in `fused_grpo_loss`, sparse_backward as in `GRPOConfig`. It calls back into Python, so
-    torch.compile breaks the graph here; use `fused_logps` with autograd where that matters.
+    Shapes and errors as in `fused_grpo_loss`, sparse_backward and logits_dtype as in `GRPOConfig`. It calls back into
+    Python, so torch.compile breaks the graph here; use `fused_logps` with autograd where that matters.
     """
     check_one_of("level", level, ("token", "sequence"))
     if chunk_rows is not None:
@@ -125,7 +126,7 @@ def fused_policy_loss(
     scores = check_logps_inputs(
         "fused_policy_loss", (hidden, lm_head_weight, lm_head_bias), completion_ids, completion_mask,
         (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
-        sparse_backward=sparse_backward, cu_seqlens=cu_seqlens,
+        sparse_backward=sparse_backward, cu_seqlens=cu_seqlens, logits_dtype=logits_dtype,
     )  # fmt: skip
     num_sequences_of(completion_ids, cu_seqlens)  # packed tokens have offsets
     call = _Call(

@@ -179,6 +179,17 @@ def test_rollout_weights_against_a_loop(level, mode):
     assert found.shape == ((3, 5) if level == "token" else (3,))
 
 
+def test_a_ratio_at_the_limit_is_not_vetoed_and_log_ratios_end_at_20():
+    """The veto takes ratios below its bound, as verl's."""
+    zeros, old = torch.zeros(1, 2), torch.tensor([[0.0, -1.0]])
+    assert torch.equal(gk.rollout_weights(zeros, zeros, veto=1.0), torch.ones(1, 2))
+    assert torch.equal(gk.rollout_weights(old, zeros, veto=1.0), torch.zeros(1, 2))
+    old = torch.tensor([[-18.0, -19.5, -30.0]])
+    for bound, kept in ((18.0, [True, False, False]), (19.9, [True, True, False]), (20.0, [True, True, True])):
+        options = {"token_k2": bound**2 / 2 + 0.1}
+        assert gk.rejection_mask(old, torch.zeros(1, 3), options).tolist() == [kept]
+
+
 def test_masks_and_vetoes_of_whole_sequences():
     ratio = torch.tensor([[1.2, 0.9, 1.1], [3.0, 0.2, 2.0], [1e-5, 3.0, 3.0], [2.0, 2.0, 9.0]])
     rollout = torch.full((4, 3), -4.0)
@@ -388,7 +399,9 @@ def test_the_page_has_the_defaults_of_trl_and_verl():
     given = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
     names = ("correction", "mode", "clip_max", "clip_min")
     assert [given[f"vllm_importance_sampling_{name}"] for name in names] == [True, "sequence_mask", 3.0, None]
-    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer" / "config"
+    verl = importlib.util.find_spec("verl")
+    assert verl is not None, "verl is not installed: make test EXTRAS=dev,peers"
+    folder = Path(verl.submodule_search_locations[0]) / "trainer" / "config"
     by_yaml = yaml.safe_load((folder / "algorithm" / "rollout_correction.yaml").read_text())
     module = ast.parse((folder / "algorithm.py").read_text())
     (config,) = (x for x in module.body if isinstance(x, ast.ClassDef) and x.name == "RolloutCorrectionConfig")

@@ -170,3 +170,23 @@ def test_every_float_is_taken(big):
 def test_the_readme_describes_every_alarm():
     text = README.read_text(encoding="utf-8")
     assert [kind for kind in RULES if f"`{kind}`" not in text] == []
+
+
+def test_low_entropy_where_half_of_the_groups_are_solved_is_no_collapse():
+    records = failing("mode_collapse")
+    assert {alarm.kind for _, alarm in alarms(records)} == {"mode_collapse"}
+    for record in records[1:]:
+        if "loss" in record or "entropy" in record:
+            record["all_max_groups"] = 0.6
+    assert alarms(records) == []
+
+
+def test_an_episode_of_hacking_ends_with_the_next_evaluation():
+    monitor, limits = Monitor(), {"reward_min": 0.0, "reward_max": 1.0}
+    for i, held_out in enumerate((0.4, 0.2, 0.45, 0.2), 1):
+        for step in range(20 * (i - 1) + 1, 20 * i + 1):
+            monitor.update({"step": step, "reward": 0.2 * i, **limits})
+        monitor.update({"step": 20 * i, "evaluation": {"reward": held_out, "reward_error": 0.01}})
+    assert [(alarm.kind, alarm.first, alarm.last) for alarm in monitor.alarms] == [
+        ("reward_hacking", 40, 60), ("reward_hacking", 80, None),
+    ]  # fmt: skip

@@ -69,11 +69,11 @@ def products_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
     return torch.float32 if is_wide else None
 
 
-def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Raises unless logits have the type of the inputs, or float32 from 16-bit inputs."""
-    allowed = {dtype, torch.promote_types(dtype, torch.float32)}
+def check_logits_dtype(logits_dtype: object, dtype: torch.dtype) -> None:
+    """Raises unless logits have the type of the products, or float32 from products of 16 bits; None: the default."""
+    allowed = (dtype, torch.promote_types(dtype, torch.float32))
     if logits_dtype is not None and logits_dtype not in allowed:
-        names = " or ".join(sorted(map(str, allowed)))
+        names = " or ".join(sorted({str(x) for x in allowed}))
         raise ValueError(f"logits_dtype={logits_dtype} with {dtype} inputs; expected {names}")
 
 

@@ -110,7 +110,8 @@ class GRPOConfig:
         temperature: a number, or a tensor with one element, one per token, or one per sequence, (S,) or (S, 1).
             logit_scale, logit_softcap: applied before it.
         logits_dtype: torch.float32 or the input dtype; None takes the input dtype for bfloat16 on a CPU that has
-            products of it (AVX-512, AMX), and float32 for all other 16-bit inputs.
+            products of it (AVX-512, AMX), and float32 for all other 16-bit inputs. Every function that computes logits
+            has this option: what is compared, as the two ends of a ratio are, has to be of one type.
         chunk_rows: rows of logits in memory at a time. None: 2,048 to 4,096 on a GPU, of long batches more, within
             1 GiB; on a CPU 512, of bfloat16 1,366 or more, within 512 MiB. A loss over whole sequences holds the
             longest of them, up to 4 GiB and 512 MiB.

@@ -61,6 +61,7 @@ class LogpsCall(NamedTuple):
     want_entropy: bool
     backend: str
     compute_dtype: Optional[torch.dtype]
+    logits_dtype: Optional[torch.dtype] = None  # None: the default of LMHead
     top_k: int = 0  # how many of the likeliest ids to find; completion_ids are not looked at then
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
     teacher: Union[Teacher, TopKTeacher, None] = None  # to whose distribution the divergence is computed
@@ -70,7 +71,8 @@ class LogpsCall(NamedTuple):
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
         tokens, teacher = signature(*self.tokens), (teacher_signature(self.teacher), self.divergence.key)
-        return tokens, self.numbers, self.want_entropy, self.backend, self.compute_dtype, self.top_k, teacher
+        types = self.compute_dtype, self.logits_dtype
+        return tokens, self.numbers, self.want_entropy, self.backend, *types, self.top_k, teacher
 
 
 def logps_from_hidden(
@@ -84,8 +86,8 @@ def logps_from_hidden(
     """
     if takes_operator(hidden, vocab_parallel_group=call.vocab_slice):
         teacher, of_teacher = teacher_to_key(call.teacher)
-        options = call.want_entropy, call.backend, call.compute_dtype, call.top_k, teacher, call.divergence.key
-        tokens = [*call.tokens, *of_teacher]
+        tokens, types = [*call.tokens, *of_teacher], (call.compute_dtype, call.logits_dtype)
+        options = call.want_entropy, call.backend, *types, call.top_k, teacher, call.divergence.key
         found, entropy, divergence, _, _, ids = logps(hidden, weight, bias, tokens, list(call.numbers), *options)
         return found, entropy, divergence if teacher else None, ids
     if any(requires_grad_flags(hidden, weight, bias)):
@@ -116,7 +118,6 @@ def open_pass(
     *,
     wants: Sequence[bool] = (False, False, False),
     chunk_rows: Optional[int] = None,
-    logits_dtype: Optional[torch.dtype] = None,
     teacher: AnyTeacher = None,
 ) -> Opened:
     """Prepares the tokens of a call, whose statistics are written to `stats`."""
@@ -126,7 +127,7 @@ def open_pass(
     if theta:
         refuse_capture(device)
     head = LMHead(
-        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, logits_dtype=logits_dtype,
+        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, logits_dtype=call.logits_dtype,
         chunk_rows=chunk_rows, vocab_slice=call.vocab_slice,
         teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
     )  # fmt: skip
@@ -271,11 +272,12 @@ class _Logps(torch.autograd.Function):
 
 def _call_of_operator(
     tokens: Sequence[Optional[Tensor]], teacher: str, config_key: str, numbers: Sequence[float], want_entropy: bool,
-    backend: str, compute_dtype: Optional[torch.dtype], top_k: int = 0,
+    backend: str, compute_dtype: Optional[torch.dtype], logits_dtype: Optional[torch.dtype], top_k: int = 0,
 ) -> LogpsCall:  # fmt: skip
     """tokens: LogpsTokens, then a teacher's tensors; teacher: the rest of it; config_key: with the divergence."""
     own, of_teacher = tokens[: len(LogpsTokens._fields)], tokens[len(LogpsTokens._fields) :]
-    call = LogpsCall(LogpsTokens(*own), numbers, want_entropy, backend, compute_dtype, top_k)  # type: ignore[arg-type]
+    types = compute_dtype, logits_dtype
+    call = LogpsCall(LogpsTokens(*own), numbers, want_entropy, backend, *types, top_k)  # type: ignore[arg-type]
     return call._replace(teacher=teacher_from_key(teacher, of_teacher), divergence=config_from_key(config_key))
 
 
@@ -289,13 +291,15 @@ def logps(
     want_entropy: bool,
     backend: str,
     compute_dtype: Optional[torch.dtype],
+    logits_dtype: Optional[torch.dtype],
     top_k: int,
     teacher: str,  # without a default, as in grpo_loss
     config_key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logps, entropy, divergence), 0 at masked positions; for the backward (entropy, lse), each (N,), since the caller
     may change what it got; the ids of these logps where they were to be found. What there is not is empty."""
-    call = _call_of_operator(tokens, teacher, config_key, numbers, want_entropy, backend, compute_dtype, top_k)
+    types = compute_dtype, logits_dtype
+    call = _call_of_operator(tokens, teacher, config_key, numbers, want_entropy, backend, *types, top_k)
     with torch.no_grad():
         stats, known = _compute((hidden, weight, bias), call)
     found, entropy, divergence, ids = _results(hidden, stats, known)
@@ -305,7 +309,9 @@ def logps(
 
 
 @logps.register_fake
-def _(hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, top_k, teacher, config_key):
+def _(
+    hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, logits_dtype, top_k, teacher, key
+):  # fmt: skip
     dtype, shape = table_dtype(compute_dtype or hidden.dtype), hidden.shape[:-1]
     count, found = math.prod(shape), (*shape, top_k) if top_k else 0
     of_logps, of_teacher = found if top_k else tokens[0].shape, shape if teacher else 0
@@ -322,13 +328,14 @@ def logps_backward(
     numbers: Sequence[float],
     backend: str,
     compute_dtype: Optional[torch.dtype],
+    logits_dtype: Optional[torch.dtype],
     teacher: str,
     config_key: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias); unwanted ones are empty. See _compute_gradients. Of a teacher the forward runs again,
     which left more with it than an operator returns."""
-    call = _call_of_operator(tokens, teacher, config_key, numbers, True, backend, compute_dtype)
+    call = _call_of_operator(tokens, teacher, config_key, numbers, True, backend, compute_dtype, logits_dtype)
     hidden, weight, bias = inputs
     assert hidden is not None and weight is not None
     with torch.no_grad():
@@ -339,26 +346,26 @@ def logps_backward(
 
 
 @logps_backward.register_fake
-def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, teacher, config_key, wants):
+def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, logits_dtype, teacher, config_key, wants):
     hidden, weight, bias = inputs
     given = (hidden, weight, weight if bias is None else bias)
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
 
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, _, *of_teacher = inputs
-    ctx.options = numbers, backend, compute_dtype, *of_teacher
+    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, logits_dtype, _, *of_teacher = inputs
+    ctx.options = numbers, backend, compute_dtype, logits_dtype, *of_teacher
     ctx.mark_non_differentiable(*output[3:])
     ctx.save_for_backward(hidden, weight, bias, *output[3:5], *tokens)
 
 
 def _logps_gradients(ctx, *outer):
-    refuse_double_backward("fused_divergence" if ctx.options[3] else "fused_logps")
+    refuse_double_backward("fused_divergence" if ctx.options[4] else "fused_logps")
     wants = list(ctx.needs_input_grad[:3])
     saved = list(ctx.saved_tensors)
     inputs, results, tokens = saved[:3], saved[3:5], saved[5:]
     gradients = logps_backward(list(outer[:3]), inputs, tokens, results, *ctx.options, wants)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 7)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 8)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)

@@ -55,7 +55,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's; losses and gradients to
     1e-5 in float32, up to rounding under TRL's default of bfloat16 autocast. Old and reference log-probabilities come
     from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
-    backward computes the logits of the kept tokens again. sparse_backward: as in `grpo_kernels.GRPOConfig`.
+    backward computes the logits of the kept tokens again. sparse_backward and logits_dtype, which all of these and the
+    recomputed ids below have: as in `grpo_kernels.GRPOConfig`.
 
     On top of TRL's importance weights of vLLM, for a batch of generations of all processes: rollout_is_batch_normalize
     divides them by their mean, then rollout_rs, options of `grpo_kernels.rejection_mask`, makes weights 0, of the share
@@ -83,7 +84,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(
         self, *args: Any, sparse_backward: float | None = None, truncated_support: bool = True,
         rollout_rs: Mapping[str, Any] | None = None, rollout_rs_mask: bool = False,
-        rollout_is_batch_normalize: bool = False, **kwargs: Any,
+        rollout_is_batch_normalize: bool = False, logits_dtype: torch.dtype | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         truncated_support = check_flag("truncated_support", truncated_support)
         rollout_is_batch_normalize = check_flag("rollout_is_batch_normalize", rollout_is_batch_normalize)
@@ -107,7 +108,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             warnings.filterwarnings("ignore", "GRPOConfig.from_trl")  # of what a loop has to do: TRL's does it
             self._loss_config = GRPOConfig.from_trl(
                 self.args, self.model.config, entropy_threshold=None, entropy_coef=max(0.0, self.entropy_coef),
-                sparse_backward=sparse_backward,
+                sparse_backward=sparse_backward, logits_dtype=logits_dtype,
             )  # fmt: skip
         for name in ("entropy_coef", "entropy_coef_min"):  # what the configuration of the loss does not show
             if getattr(self.args, name) < 0:
@@ -120,8 +121,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             if model is not None:
                 base = self.accelerator.unwrap_model(model)  # the reference model is prepared already
                 base = base.get_base_model() if hasattr(base, "peft_config") else base
-                in_float32 = self.args.cast_lm_head_to_fp32
-                _add_head(base, self.temperature, lambda: self._support, in_float32=in_float32)
+                options = {"temperature": self.temperature, "logits_dtype": logits_dtype}
+                _add_head(base, options, lambda: self._support, in_float32=self.args.cast_lm_head_to_fp32)
 
     def _generate(self, prompts: list[Any]) -> Any:
         found = super()._generate(prompts)
@@ -316,6 +317,7 @@ class _LossCall:
             head.hidden, head.weight, self.inputs["completion_ids"], completion_mask=self.mask, lm_head_bias=head.bias,
             sampling_mask=of_rows(self.inputs), entropy=True, temperature=config.temperature,
             logit_scale=config.logit_scale, logit_softcap=config.logit_softcap, sparse_backward=config.sparse_backward,
+            logits_dtype=config.logits_dtype,
         )  # fmt: skip
         assert entropy is not None
         known = entropy.detach()
@@ -403,16 +405,16 @@ def _completion_mask(inputs: dict[str, Any]) -> Tensor:
 
 
 def _add_head(
-    model: Any, temperature: float, support: Callable[[], RolloutSupport | None], *, in_float32: bool
+    model: Any, options: Mapping[str, Any], support: Callable[[], RolloutSupport | None], *, in_float32: bool
 ) -> None:
     """Makes `model(..., fused_lm_head=True)` return what TRL's head returns, and with grpo_loss= the loss too.
-    support: of the rollout that is being scored, if its sampling was truncated.
+    options: of `fused_logps`. support: of the rollout that is being scored, if its sampling was truncated.
 
     It stands on top of TRL's own head, of which it keeps the arguments; other calls (generation) go through unchanged.
     """
     original, text_config = model.forward, model.config.get_text_config()
     transform = logit_transform(model.config)
-    options = dict(temperature=temperature, logit_scale=transform.scale, logit_softcap=transform.softcap)
+    options = dict(options, logit_scale=transform.scale, logit_softcap=transform.softcap)
     _check_head(model.get_output_embeddings())
 
     @functools.wraps(type(model).forward)  # generate() looks at the signature
@@ -530,13 +532,13 @@ _originals: dict[tuple[types.ModuleType, str], Any] = {}
 _head_options: dict[str, Any] = {}  # of patch_trl
 
 
-def patch_trl(sparse_backward: float | None = None) -> None:
+def patch_trl(sparse_backward: float | None = None, logits_dtype: torch.dtype | None = None) -> None:
     """Lets all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`,
     and DistillationTrainer its loss by `fused_distillation_loss`.
 
     The other losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more
-    than log-probability and entropy (mean_logits, is_top1) cost a product without gradient. sparse_backward: as in
-    `grpo_kernels.GRPOConfig`, of log-probabilities. A second call changes nothing else.
+    than log-probability and entropy (mean_logits, is_top1) cost a product without gradient. sparse_backward, of
+    log-probabilities, and logits_dtype: as in `grpo_kernels.GRPOConfig`. A second call changes nothing else.
     """
     check_sparse_backward(sparse_backward)
     import trl.trainer.distillation_trainer as trl_distillation
@@ -552,7 +554,7 @@ def patch_trl(sparse_backward: float | None = None) -> None:
         _originals.update({(module, name): getattr(module, name) for module, name in patches})
     for (module, name), replacement in patches.items():
         setattr(module, name, replacement)
-    _head_options["sparse_backward"] = sparse_backward
+    _head_options.update(sparse_backward=sparse_backward, logits_dtype=logits_dtype)
 
 
 def unpatch_trl() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 
 from .. import __version__
@@ -257,6 +258,8 @@ class TrainArguments:
         if known := further.keys() & {"logit_scale", "logit_softcap"}:
             raise ValueError(f"{where}: {', '.join(sorted(known))} is read from the model")
         given = {name: value for name, value in own.items() if value is not None} | further
+        if isinstance(dtype := given.get("logits_dtype"), str):  # JSON has its name
+            given["logits_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
         if self.teacher_model_name_or_path is not None:
             given.setdefault("distill_coef", 1.0)
         try:
@@ -351,7 +354,7 @@ class TrainArguments:
             ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta", "teacher_top_k")),
             ("teacher_top_k", a.teacher_top_k, ("teacher_top_k_mode",)),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
-            ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows")),
+            ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows", "logits_dtype")),
             ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode", "rollout_rs")),
             ("rollout_rs", a.rollout_rs, ("rollout_rs_mask",)),
             ("use_vllm and a vllm_importance_sampling_mode",

@@ -197,11 +197,14 @@ class Trainer:
                 self._set_logps(rollout, "ref_logps")
 
     def _set_logps(self, rollout: list[Completion], name: str) -> None:
+        options: dict[str, object] = {"temperature": self.arguments.temperature}
+        if self.config.logits_dtype is not None:  # which loss=eager does not have
+            options["logits_dtype"] = self.config.logits_dtype
         for rows in groups_of(rollout, self.rows_per_step):
             found = []
             for part in self._passes(rows):
                 inputs = model_inputs(part, self.arguments, self.pad_id, self.run.accelerator.device)
-                logps = infer(self.policy, "logps", **inputs, temperature=self.arguments.temperature).float().cpu()
+                logps = infer(self.policy, "logps", **inputs, **options).float().cpu()
                 found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
             for c, values in zip(rows, self.ranks.gather(found), strict=True):
                 setattr(c, name, values)
