@@ -98,13 +98,31 @@ def test_the_python_block_of_the_trainer_runs(tmp_path, monkeypatch):
     assert json.loads(Path("runs/python/summary.json").read_text())["steps"] == 1
 
 
-def test_the_python_block_of_truncated_sampling_in_other_trainers_runs():
-    (block,) = (x for x in python_blocks(read("grpo_kernels/integrations/README.md")) if "sampling_support" in x)
-    names = {"hidden": torch.randn(9, 8, requires_grad=True), "lm_head": torch.nn.Linear(8, 30, bias=False)}
-    names |= {"torch": torch, "labels": torch.randint(30, (9,)), "response_mask": torch.arange(9) < 6}
-    names["rollout"] = SimpleNamespace(temperature=0.8, top_k=-1, top_p=0.9)
-    run_blocks([block], names)
-    assert names["log_probs"].requires_grad and (names["support"].counts > 0).sum() == 6
+def test_the_python_blocks_of_the_integrations_run(tmp_path, monkeypatch):
+    """With a small model in the place of the hub's, and for two steps."""
+    for_trl, for_others = python_blocks(read("grpo_kernels/integrations/README.md"))
+    small = "max_steps=2, use_cpu=True, num_generations=2, per_device_train_batch_size=2, "
+    changes = ("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_chat(tmp_path / "model"))), ("max_steps=20, ", small)
+    for shown, instead in (*changes, ("length=64", "length=4")):
+        assert shown in for_trl
+        for_trl = for_trl.replace(shown, instead)
+    monkeypatch.chdir(tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    names: dict[str, Any] = {}
+    run_blocks([for_trl, for_others], names)
+    assert names["trainer"].state.global_step == 2
+    given = [torch.randn(9, 8, requires_grad=True), torch.nn.Linear(8, 30, bias=False), torch.randint(30, (9,))]
+    given += [torch.arange(9) < 6, SimpleNamespace(temperature=0.8, top_k=-1, top_p=0.9)]
+    support = names["support_of_rollout"](*given)
+    log_probs, entropy = names["log_probs_and_entropy"](*given, support)
+    assert log_probs.requires_grad and entropy.requires_grad and (support.counts > 0).sum() == 6
+
+
+def test_the_python_block_of_corrections_runs():
+    names: dict[str, Any] = {}
+    run_blocks(python_blocks(read("docs/corrections.md")), names)
+    names["out"].loss.backward()
+    assert names["hidden"].grad.any()
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "trainers").glob("*.md")), ids=lambda page: page.stem)

@@ -106,12 +106,23 @@ CHOICE = re.compile(r'(?P<name>"?\w+"?)  +(?P<text>.+)')  # a value of an item
 
 
 def markdown_of(lines: list[str]) -> Iterator[str]:
-    """Yields Markdown for a docstring: a line `name: text` begins an item, and so does a heading above such lines."""
+    """Yields Markdown for a docstring: a line `name: text` begins an item, and so does a heading above such lines; what
+    is indented behind an empty line is code or a formula."""
     indents = [len(line) - len(line.lstrip()) for line in lines]
     texts = [line.strip() for line in lines]
     item: int | None = None  # the indent of the open one
     code = False
+    block: int | None = None  # the indent of the open one
     for i, (indent, text) in enumerate(zip(indents, texts, strict=True)):
+        if block is not None and text and indent < block:
+            block = None
+            yield from ("```", "")
+        elif block is None and indent >= 4 and item is None and i and not texts[i - 1] and text[:3] != ">>>":
+            block = indent
+            yield "```python"
+        if block is not None:
+            yield lines[i][block:]
+            continue
         if code != text.startswith(">>>") and not (code and text):
             code = not code
             yield "```pycon" if code else "```"
@@ -134,7 +145,7 @@ def markdown_of(lines: list[str]) -> Iterator[str]:
             yield from ("", f"**{escaped(text)}**", "")
         else:
             yield f"    {escaped(text)}" if item is not None else escaped(text)
-    if code:
+    if code or block is not None:
         yield "```"
 
 

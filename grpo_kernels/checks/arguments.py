@@ -162,6 +162,7 @@ def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
             not (weight.requires_grad and weight.is_leaf)
         ),
         "is a negated view; expected a buffer that stores its elements": eager and total.is_neg(),
+        "was made in inference mode; expected a buffer that can be written": eager and total.is_inference(),
         "is the memory of lm_head_weight; expected a buffer of its own": (
             eager and total.numel() > 0 and total.data_ptr() == weight.data_ptr()
         ),

@@ -345,7 +345,7 @@ class GRPOConfig:
             batch: top_entropy_quantile below 1 without entropy_threshold among the overrides (`entropy_quantile`; None
             for no threshold), use_adaptive_entropy without entropy_coef among them.
         """
-        given = vars(args) | {"epsilon_low": args.epsilon}
+        given = {**vars(args), "epsilon_low": args.epsilon}
         if args.epsilon_high is None:
             given["epsilon_high"] = args.epsilon
         found = options_of_loss_type(args.loss_type, given)
@@ -379,7 +379,7 @@ class GRPOConfig:
         # Spelled out with f-strings: torch.compile can follow those, so that a config may be made inside a graph.
         parts = []
         for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
+            value = as_constant(getattr(self, f.name))
             if not f.init or isinstance(value, torch.Tensor) or value == f.default:
                 continue
             text = f"'{value}'" if isinstance(value, torch.dtype) else f"{value!r}"
@@ -472,6 +472,18 @@ def as_python(x: Any) -> Any:
     if getattr(x, "shape", None) == ():
         return as_python(x.item())
     return str.__str__(x) if isinstance(x, str) else x  # str() of an enumeration's member is its name
+
+
+def as_constant(x: Any) -> Any:
+    """Returns a number, or a tuple with some, that torch.compile holds for symbolic as the constant that it is in this
+    graph; else x itself."""
+    if isinstance(x, tuple):
+        return tuple([as_constant(each) for each in x])
+    if not torch.compiler.is_compiling() or not isinstance(x, (int, float)):
+        return x
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(x)
 
 
 def check_flag(name: str, x: object) -> bool:

@@ -37,6 +37,8 @@ from .shared import (
     no_gradients,
     refuse_capture,
     requires_grad_flags,
+    save_tensors,
+    saved_tensors,
     table_dtype,
     takes_operator,
     unseen_by_modes,
@@ -256,15 +258,15 @@ class _Logps(torch.autograd.Function):
         stats, known = _compute((hidden, weight, bias), call)
         ctx.teacher = None if call.teacher is None else known
         ctx.call, given = call._replace(tokens=None), [*call.tokens]
-        if call.teacher is not None:  # autograd notices changes, which inference tensors do not count
-            given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor) and not x.is_inference()]
-        ctx.save_for_backward(hidden, weight, bias, stats.entropy, stats.lse, *given)
+        if call.teacher is not None:  # for autograd to notice changes
+            given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor)]
+        save_tensors(ctx, hidden, weight, bias, stats.entropy, stats.lse, *given)
         return _results(hidden, stats, known)[:3]
 
     @staticmethod
     def backward(ctx, *outer):
         refuse_double_backward("fused_logps" if ctx.teacher is None else "fused_divergence")
-        saved = ctx.saved_tensors
+        saved = saved_tensors(ctx)
         call = ctx.call._replace(tokens=LogpsTokens(*saved[5 : 5 + len(LogpsTokens._fields)]))
         wants = ctx.needs_input_grad[:3]
         return *_compute_gradients(outer, saved[:3], call, saved[3:5], wants, ctx.teacher), None
@@ -356,13 +358,13 @@ def _save_logps(ctx, inputs, output):
     hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, logits_dtype, _, *of_teacher = inputs
     ctx.options = numbers, backend, compute_dtype, logits_dtype, *of_teacher
     ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(hidden, weight, bias, *output[3:5], *tokens)
+    save_tensors(ctx, hidden, weight, bias, *output[3:5], *tokens)
 
 
 def _logps_gradients(ctx, *outer):
     refuse_double_backward("fused_divergence" if ctx.options[4] else "fused_logps")
     wants = list(ctx.needs_input_grad[:3])
-    saved = list(ctx.saved_tensors)
+    saved = saved_tensors(ctx)
     inputs, results, tokens = saved[:3], saved[3:5], saved[5:]
     gradients = logps_backward(list(outer[:3]), inputs, tokens, results, *ctx.options, wants)
     return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 8)

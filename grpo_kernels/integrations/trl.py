@@ -49,6 +49,9 @@ _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _PER_TOKEN_COUNT = ("cispo", "dapo", "vespo")  # loss types that TRL divides by num_items_in_batch
 
 
+_PARTS_OF_LOSS = ("get_gamma_weights", "get_off_policy_mask")  # what only TRL's own _compute_loss calls
+
+
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with its loss computed by `fused_grpo_loss`, inside of the model's forward.
 
@@ -74,6 +77,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             quantised lm_head; with truncated sampling what else changes logits (penalties, banned ids, least lengths);
             rollout_rs or rollout_is_batch_normalize without importance weights, rollout_rs_mask without rollout_rs;
             weights changed by these with loss_type="vespo", whose own weight is their product over a sequence.
+        TypeError: a class with another trainer's loss behind this one, a part of TRL's loss that a subclass overrides
+            (both would have no effect), or the configuration of a trainer with another loss.
     """
 
     beta: float  # TRL's, as the next two
@@ -93,7 +98,9 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             check_rejections(rollout_rs, "rollout_rs")
         elif rollout_rs_mask:
             raise ValueError("rollout_rs_mask=True has no effect without rollout_rs; leave it out")
+        self._refuse_other_losses()
         super().__init__(*args, **kwargs)
+        _refuse_config_of_another_loss(self)
         self._truncation = truncation_of(self) if truncated_support else None
         self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
         for name, given in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
@@ -123,6 +130,18 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 base = base.get_base_model() if hasattr(base, "peft_config") else base
                 options = {"temperature": self.temperature, "logits_dtype": logits_dtype}
                 _add_head(base, options, lambda: self._support, in_float32=self.args.cast_lm_head_to_fp32)
+
+    @classmethod
+    def _refuse_other_losses(cls) -> None:
+        """Raises where a class that stands behind this one, or a part of TRL's loss that this one does not call, is
+        another than GRPOTrainer's: it would have no effect."""
+        parts = {name: getattr(cls, name) for name in _PARTS_OF_LOSS}
+        for name, method in {"_compute_loss": super(FusedGRPOTrainer, cls)._compute_loss, **parts}.items():
+            if method is not getattr(GRPOTrainer, name):
+                raise TypeError(
+                    f"{cls.__name__} has {method.__qualname__}, which FusedGRPOTrainer does not call: its loss is that "
+                    "of GRPOTrainer; use patch_trl() with a trainer that has another loss"
+                )
 
     def _generate(self, prompts: list[Any]) -> Any:
         found = super()._generate(prompts)
@@ -396,6 +415,22 @@ class _LossCall:
         if phi.size(1) == 1:
             return phi.sum(), phi.new_full((), len(phi))
         return (phi * self.mask).sum(), self.mask.sum().to(phi.dtype)
+
+
+def _refuse_config_of_another_loss(trainer: FusedGRPOTrainer) -> None:
+    """Raises for the configuration of a variant of TRL, and for fields that nothing here reads."""
+    kind = type(trainer.args)
+    variants = [x for x in kind.__mro__ if issubclass(x, trl.GRPOConfig) and x is not trl.GRPOConfig]
+    of_trl = [x.__name__ for x in variants if x.__module__.partition(".")[0] == "trl"]
+    known = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    unknown = [field.name for field in dataclasses.fields(kind) if field.name not in known]
+    if of_trl:
+        why = f"a {of_trl[0]}, of a loss that is not GRPOTrainer's"
+    elif unknown and type(trainer) is FusedGRPOTrainer:
+        why = f"a {kind.__name__} with {', '.join(unknown)}, which FusedGRPOTrainer does not read"
+    else:
+        return
+    raise TypeError(f"args is {why}; expected a trl.GRPOConfig. A trainer with a loss of its own goes with patch_trl()")
 
 
 def _completion_mask(inputs: dict[str, Any]) -> Tensor:
