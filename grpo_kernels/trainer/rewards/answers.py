@@ -78,16 +78,23 @@ def gold_answer(answer: Any) -> str:
     ValueError where there is not exactly one."""
     text = text_of_gold(answer)
     if (gold := reading.gold_answer(text)) is None:
-        raise ValueError(f'answer {text[-60:]!r} has no single answer, alone, after "####" or in \\boxed{{}}')
+        raise _unread(text, "answer")
     return gold
 
 
 def gold_number(answer: Any) -> str:
     """The same of a row whose answer is a number."""
-    text = text_of_gold(answer)
-    if (gold := reading.gold_answer(text)) is None or not reading.is_number(gold):
-        raise ValueError(f'answer {text[-60:]!r} has no single number, alone, after "####" or in \\boxed{{}}')
+    gold = gold_answer(answer)
+    if not reading.is_number(gold):
+        raise _unread(text_of_gold(answer), "number")
     return gold
+
+
+def _unread(text: str, kind: str) -> ValueError:
+    sentence = f'answer {text[-60:]!r} has no single {kind}, alone, after "####" or in \\boxed{{}}'
+    if reading.time_limit() is None:
+        sentence += "; in another thread than the main one, and under an alarm, only numbers and fractions are read"
+    return ValueError(sentence)
 
 
 def exact_answer(
