@@ -12,6 +12,7 @@ import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from tiny_models import TEMPLATE, WORD_PROBLEMS, tiny_chat
 from transformers import AutoTokenizer
 
 from grpo_kernels.trainer.data import load_prompts
-from grpo_kernels.trainer.evaluate import votes
 from grpo_kernels.trainer.rewards import Rewards, reading
 from grpo_kernels.trainer.rewards.answers import exact_answer, last_number, math_answer, reply
 
@@ -135,11 +135,6 @@ def test_golds_of_every_form_of_gsm8k_are_read():
         rewards = Rewards([reward])
         rewards.check({"answer": [*solutions]})
         assert score(rewards, [*solutions], answer=[*solutions.values()]).total.tolist() == [1.0] * len(solutions)
-
-
-def test_majority_counts_equal_answers_as_one():
-    texts = ["\\boxed{1/2}", "#### 0.5", "0.5", "  ", "<answer>north</answer>", "The answer is north.", "0.5 ", "\\boxed{3}"]
-    assert votes(texts) == [0, 0, 2, None, 4, 4, 2, 7]
 
 
 @pytest.mark.parametrize("text", [
@@ -273,7 +268,19 @@ def test_what_has_not_the_form_soon_has_0(text):
     assert score(["format"], [text, f" <think>{'<' * 9}\n</think>\n<answer></answer>\n"]).total.tolist() == [0.0, 1.0]
 
 
-def test_format_needs_tags_that_the_tokenizer_writes():
+@pytest.mark.parametrize(("template", "right"), [(TEMPLATE, 1.0), (THINKS, 0.0)])
+def test_a_thought_that_the_prompt_began_is_no_answer(template, right, tokenizer):
+    tokenizer.chat_template = template
+    rewards = Rewards(["gsm8k", "last_number", "exact_answer"])
+    rewards.check_form(tokenizer, load_prompts([{"prompt": USER}], tokenizer=tokenizer))
+    assert rewards.opens == (template == THINKS)
+    completions = [reply(USER, text) for text in ("<answer>42</answer>", "3</think><answer>42</answer>")]
+    given = dict(prompts=[USER] * 2, completions=completions, completion_ids=[[1]] * 2, step=0)
+    batch = rewards.score(**given, columns={"answer": ["42"] * 2})
+    assert {name: found.tolist() for name, found in batch.by_name.items()} == dict.fromkeys(rewards.names, [right, 1.0])
+
+
+def test_rewards_need_tags_that_the_tokenizer_writes():
     class Silent:
         def __call__(self, text, **_):
             return {"input_ids": [text]}
@@ -281,6 +288,8 @@ def test_format_needs_tags_that_the_tokenizer_writes():
         def decode(self, ids, **_):
             return "" if ids == ["</think>"] else ids[0]
 
-    with pytest.raises(ValueError, match=r"'format' would be 0 for every completion: .* has </think>, for which"):
-        Rewards(["format"]).check_form(Silent(), [])
-    Rewards(["arithmetic"]).check_form(Silent(), [])
+    chat = SimpleNamespace(prompt=USER, ids=["2? <think>\n"])
+    for name, prompts in (("format", []), ("arithmetic", [chat]), ("gsm8k", [chat])):
+        with pytest.raises(ValueError, match=f"'{name}' would be 0 for every completion: .* has </think>, for which"):
+            Rewards([name]).check_form(Silent(), prompts)
+    Rewards(["arithmetic", "gsm8k", "soft_overlong=3"], max_length=4).check_form(Silent(), [])
