@@ -72,13 +72,15 @@ ANSWERS = [
     ("#### \\boxed{18}", "18", True), ("#### 1,000", 1000, True), ("#### 42\n#### 42.0", "42", True),
     ("#### 42\n#### 43", "42", False), ("#### 42\n#### 43", "43", False), ("no #### 42", "42", False),
     ("#### Step 1: count\n9*2=18\nThe answer is \\boxed{18}", "18", True),
-    ("#### Step 1\nthe answer is \\boxed{18}", "1", False), ("#### 1. Add\n#### **2.** Double\n\\boxed{18}", "18", True),
+    ("#### Step 1\nthe answer is \\boxed{18}", "1", False),
+    ("#### 1. Add\n#### **2.** Double\n\\boxed{18}", "18", True),
     ("#### forty-two\nThe answer is 42", "42", True), ("##### 5\n\\boxed{6}", "6", True), ("#### 3 or 4", "4", False),
     ("#### x-7", "7", False), ("#### 1/0", "0", False), ("the answer is 5\n#### 6", "6", True), ("42", "42", False),
     # \boxed{}
     ("So \\boxed{18 \\text{ dollars}}", "18", True), ("\\boxed{\\frac{1}{2}}", "1/2", True), ("\\boxed {7}", "7", True),
     ("$\\boxed{1{,}234}$", "1234", True), ("\\boxed{\n18\n}", "18", True), ("\\boxed{\\$7} is right", "7", True),
-    ("\\boxed{1/2}", "0.5", True), ("\\boxed{17\\text{ km}}. No: \\boxed{18}", "18", False), ("\\boxed{18", "18", False),
+    ("\\boxed{1/2}", "0.5", True), ("\\boxed{17\\text{ km}}. No: \\boxed{18}", "18", False),
+    ("\\boxed{18", "18", False),
     ("\\boxed{1/2} or \\boxed{0.5}", "0.5", True), ("\\boxed{\\boxed{5}}", "5", True), ("\\boxed{5\\%}", "5", True),
     ("\\boxed{\\{1\\}} and \\boxed{2}", "2", False),
     # signs, exponents, powers, fractions of one character
@@ -94,19 +96,23 @@ ANSWERS = [
     ("<answer>9 * 2 = 18 dollars</answer>", "18", True), ("<answer>3</answer><answer>4</answer>", "4", False),
     ("<answer>18", "18", False), ("\\boxed{5}<answer>18</answer>", "18", True),
     # "answer is", "Answer:"
-    ("Answer: 34", "34", True), ("**Answer:** 34 km.", "34", True), ("ANSWER\n", "34", False), ("Answer:\n\n34", "34", True),
+    ("Answer: 34", "34", True), ("**Answer:** 34 km.", "34", True), ("ANSWER\n", "34", False),
+    ("Answer:\n\n34", "34", True),
     ("**Final answer**: $34$ because", "34", True), ("The answer is: **42**, because 6 is", "6", False),
     ("The answer is 5. No: the answer is 7 apples. 3 are left.", "7", True), ("the answer is 3 or 4", "3", False),
-    ("The answer is $\\frac{3}{4}$ cups.", "3/4", True), ("the answer is 12 m^2", "12", True), ("the answer is 18%", 18, True),
+    ("The answer is $\\frac{3}{4}$ cups.", "3/4", True), ("the answer is 12 m^2", "12", True),
+    ("the answer is 18%", 18, True),
 ]  # fmt: skip
 SYMBOLS = [
     ("\\boxed{\\frac{\\sqrt{2}}{2}}", "\\frac{1}{\\sqrt{2}}", True), ("\\boxed{(x+1)^2}", "x^2+2x+1", True),
     ("\\boxed{x=5}", "5", True), ("\\boxed{\\{2,1\\}}", "\\{1,2\\}", True), ("\\boxed{[1,2)}", "(1,2)", False),
     ("\\boxed{[1,2)}", "[1,2)", True), ("\\boxed{\\text{Evelyn}}", "\\text{Evelyn}", True), ("\\boxed{B}", "(B)", True),
     ("<answer>x < 5</answer>", "x<5", True), ("\\boxed{5}", "5x", False), ("\\boxed{2}", "2\\pi r", False),
-    ("\\boxed{2\\pi r}", "2 \\pi r", True), ("The answer is north", "north", True), ("The answer is south", "north", False),
+    ("\\boxed{2\\pi r}", "2 \\pi r", True), ("The answer is north", "north", True),
+    ("The answer is south", "north", False),
     ("\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),
-    ("\\boxed{\\frac34}", "Then $x = \\frac{6}{8} = \\boxed{\\frac{3}{4}}$.", True), ("\\boxed{3\\sqrt{13}}", "3\\sqrt{13}", True),
+    ("\\boxed{\\frac34}", "Then $x = \\frac{6}{8} = \\boxed{\\frac{3}{4}}$.", True),
+    ("\\boxed{3\\sqrt{13}}", "3\\sqrt{13}", True),
     ("\\boxed{3, 4}", "3,4", True), ("#### 0.75", "\\frac{3}{4}", True), ("\\boxed{2^{10}}", 1024, True),
 ]  # fmt: skip
 
@@ -126,7 +132,9 @@ def test_golds_of_every_form_of_gsm8k_are_read():
     those of the word problems, which were written for these tests; and both as they are compared."""
     order = random.Random(0)
     numbers = [order.randrange(10 ** order.randrange(1, 8)) for _ in range(100)]
-    solutions = {f"6*7=<<6*7=42>>42 in all.\n#### {form}": float(n) for n in numbers for form in (n, f"{n:,}", f"{n}.0")}
+    solutions = {
+        f"6*7=<<6*7=42>>42 in all.\n#### {form}": float(n) for n in numbers for form in (n, f"{n:,}", f"{n}.0")
+    }
     solutions |= {f"#### -{n:,}": -float(n) for n in numbers} | {f"#### {n}.25": n + 0.25 for n in numbers}
     rows = map(json.loads, WORD_PROBLEMS.read_text().splitlines())
     solutions |= {row["answer"]: float(row["answer"].rpartition(" ")[2].replace(",", "")) for row in rows}
@@ -138,9 +146,12 @@ def test_golds_of_every_form_of_gsm8k_are_read():
 
 
 @pytest.mark.parametrize("text", [
-    "####" * 50_000, "#### " + "9" * 5000, "#### 1" * 50_000, "\\boxed{" * 50_000, "\\boxed{1}" * 50_000, "answer is " * 50_000,
-    "<answer>" * 50_000, "answer" + " " * 300_000, "answer" + "*" * 300_000, "#### **" + "1" * 100_000 + "\n" + "**1." * 50_000,
-    "{" * 300_000, "answer is " + "." * 300_000, "\\boxed{1 " + "or 1 " * 39 + "}", "\\boxed{" + "**" * 95 + "}", "#### 1 " + "*" * 200,
+    "####" * 50_000, "#### " + "9" * 5000, "#### 1" * 50_000, "\\boxed{" * 50_000, "\\boxed{1}" * 50_000,
+    "answer is " * 50_000,
+    "<answer>" * 50_000, "answer" + " " * 300_000, "answer" + "*" * 300_000,
+    "#### **" + "1" * 100_000 + "\n" + "**1." * 50_000,
+    "{" * 300_000, "answer is " + "." * 300_000, "\\boxed{1 " + "or 1 " * 39 + "}", "\\boxed{" + "**" * 95 + "}",
+    "#### 1 " + "*" * 200,
 ], ids=range(15))  # fmt: skip
 def test_long_texts_are_searched_soon(text):
     start = time.process_time()
@@ -156,8 +167,8 @@ BLOW_UPS = [
 
 
 @pytest.mark.parametrize("where", ["main thread", "another thread", "under an alarm"])
-def test_what_sympy_cannot_compute_ends(where, monkeypatch):
-    """By math-verify's limit of time, which is that of the main thread; elsewhere nothing is read that may take long."""
+def test_pitfall_12_what_sympy_cannot_compute_ends(where, monkeypatch):
+    """By math-verify's limit of time in the main thread; elsewhere nothing is read that may take long."""
     texts, found = [f"\\boxed{{{text}}}" for text in BLOW_UPS] + ["\\boxed{\\frac{14}{2}}"], []
     golds = ["7"] * len(texts)
     monkeypatch.setattr(reading, "SECONDS", 1)
@@ -185,7 +196,9 @@ def test_a_gold_that_needs_a_limit_of_time_is_refused_in_a_thread():
     caught = []
 
     def check():
-        with pytest.raises(ValueError, match=r"row 0, reward 'math': answer 'x\^2' .* in another thread than the main one") as info:
+        with pytest.raises(
+            ValueError, match=r"row 0, reward 'math': answer 'x\^2' .* in another thread than the main one"
+        ) as info:
             Rewards(["math"]).check({"answer": ["x^2"]})
         caught.append(info)
 
@@ -277,7 +290,8 @@ def test_a_thought_that_the_prompt_began_is_no_answer(template, right, tokenizer
     completions = [reply(USER, text) for text in ("<answer>42</answer>", "3</think><answer>42</answer>")]
     given = dict(prompts=[USER] * 2, completions=completions, completion_ids=[[1]] * 2, step=0)
     batch = rewards.score(**given, columns={"answer": ["42"] * 2})
-    assert {name: found.tolist() for name, found in batch.by_name.items()} == dict.fromkeys(rewards.names, [right, 1.0])
+    found = {name: values.tolist() for name, values in batch.by_name.items()}
+    assert found == {name: [right, 1.0] for name in rewards.names}
 
 
 def test_rewards_need_tags_that_the_tokenizer_writes():

@@ -191,10 +191,14 @@ def test_a_column_that_cannot_be_copied_is_one_sentence():
 def test_log_extra_takes_a_hundred_levels():
     def nested(levels):
         value = eval("[" * levels + "1" + "]" * levels)
-        return lambda completions, log_extra, **_: log_extra("nested", [value] * len(completions)) or [1] * len(completions)
+        return lambda completions, log_extra, **_: (
+            log_extra("nested", [value] * len(completions)) or [1] * len(completions)
+        )
 
     assert len(score([nested(99)], ["a", "b"]).extra["nested"]) == 2
-    with pytest.raises(RunError, match=r"^log_extra\('nested'\) got 1 values; expected 1, of at most 100 levels of lists"):
+    with pytest.raises(
+        RunError, match=r"^log_extra\('nested'\) got 1 values; expected 1, of at most 100 levels of lists"
+    ):
         score([nested(101)], ["a"])
 
 

@@ -84,7 +84,9 @@ def test_an_answer_may_be_a_part_of_a_column(words):
     """As in verl's files."""
     rows = [{"prompt": "1", "reward_model": {"style": "rule", "ground_truth": str(n)}} for n in range(2)]
     found = load_prompts(rows, tokenizer=words, answer_column="reward_model.ground_truth")
-    assert [p.columns for p in found] == [{"reward_model": row["reward_model"], "answer": str(n)} for n, row in enumerate(rows)]
+    assert [p.columns for p in found] == [
+        {"reward_model": row["reward_model"], "answer": str(n)} for n, row in enumerate(rows)
+    ]
     dotted = load_prompts([{"prompt": "1", "a.b": "2", "a": {"b": "3"}}], tokenizer=words, answer_column="a.b")
     assert dotted[0].columns == {"answer": "2", "a": {"b": "3"}}
 

@@ -56,8 +56,8 @@ def load_prompts(
     source: the name of a generated task (tasks.py), with the splits "train" and "test"; a file, which is one split,
     whatever `split` says; a folder or a name on the hub, with its `config` and `split`; or the rows themselves. A
     column that some rows of a file lack is None there, as `datasets` has it. context: the most tokens that the model
-    leaves to a prompt. answer_column: what rewards get as "answer"; "reward_model.ground_truth" is the part of that name
-    of a column of objects, as in verl's files. system_prompt: begins each prompt, as a message.
+    leaves to a prompt. answer_column: what rewards get as "answer"; "reward_model.ground_truth" is that part of a
+    column of objects, as in verl's files. system_prompt: begins each prompt, as a message.
     Raises ValueError for a longer prompt, a source that cannot be read, an empty one, a row without a proper prompt,
     and messages without a chat template.
     """

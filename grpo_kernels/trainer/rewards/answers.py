@@ -63,8 +63,7 @@ def text_of_gold(answer: Any) -> str:
     if isinstance(answer, dict):
         parts = " or ".join(f"COLUMN.{name}" for name in answer) or "none"
         raise ValueError(f"answer is an object; expected a text or a number: answer_column={parts} names a part of it")
-    is_number = isinstance(answer, Real) and not isinstance(answer, bool) and math.isfinite(answer)
-    if not isinstance(answer, str) and not is_number:
+    if type(answer) is bool or not (isinstance(answer, str) or (isinstance(answer, Real) and math.isfinite(answer))):
         raise ValueError(f"answer is {answer!r:.60}; expected a text or a number")
     if not str(answer).strip():
         raise ValueError("answer is empty")

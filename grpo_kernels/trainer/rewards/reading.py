@@ -80,10 +80,8 @@ def boxed(text: str) -> list[str]:
 
 def stated(text: str) -> list[str]:
     """Returns the sentence after the last "answer is" or "Answer:"."""
-    last = None
-    for last in STATED.finditer(text):
-        pass
-    return [] if last is None else [SENTENCE_END.split(text[last.end() :][: MOST_CHARACTERS + 1], maxsplit=1)[0]]
+    ends = [match.end() for match in STATED.finditer(text)]
+    return [SENTENCE_END.split(text[end : end + MOST_CHARACTERS + 1], maxsplit=1)[0] for end in ends[-1:]]
 
 
 def marked(text: str) -> list[str]:

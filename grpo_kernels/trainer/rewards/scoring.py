@@ -158,9 +158,7 @@ class Rewards:
     max_completion_length. Raises ValueError for an unknown function, two of the same name, weights that do not fit.
     """
 
-    def __init__(
-        self, specs: Sequence[Any], weights: Sequence[float] | None = None, *, max_length: int = 0
-    ) -> None:
+    def __init__(self, specs: Sequence[Any], weights: Sequence[float] | None = None, *, max_length: int = 0) -> None:
         self.weights = [1.0] * len(specs) if weights is None else list(weights)
         if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
             expected = f"one finite number for each of {len(specs)} functions"
