@@ -80,6 +80,17 @@ def test_every_kind_of_source_gives_the_same_prompts(suffix, tmp_path, words):
     assert [(p.prompt, p.columns) for p in found] == [("1+2=", {"answer": "3"}), ("2+\n2=", {"answer": "4, or 5"})]
 
 
+def test_an_answer_may_be_a_part_of_a_column(words):
+    """As in verl's files."""
+    rows = [{"prompt": "1", "reward_model": {"style": "rule", "ground_truth": str(n)}} for n in range(2)]
+    found = load_prompts(rows, tokenizer=words, answer_column="reward_model.ground_truth")
+    assert [p.columns for p in found] == [
+        {"reward_model": row["reward_model"], "answer": str(n)} for n, row in enumerate(rows)
+    ]
+    dotted = load_prompts([{"prompt": "1", "a.b": "2", "a": {"b": "3"}}], tokenizer=words, answer_column="a.b")
+    assert dotted[0].columns == {"answer": "2", "a": {"b": "3"}}
+
+
 def test_a_system_prompt_is_the_first_message(with_bos):
     rows = [{"prompt": "2"}, {"prompt": [{"role": "user", "content": "2"}]}]
     found = load_prompts(rows, tokenizer=with_bos, system_prompt="1")
@@ -260,6 +271,9 @@ GOLD = {"answer_column": "gold"}
     ([{"question": "1"}], {}, "the data has no column \"prompt\"; found 'question': prompt_column names it"),
     ([{"prompt": "1"}], GOLD, "no column \"gold\"; found 'prompt': answer_column"),
     ([{"prompt": "1", "answer": "2", "gold": "3"}], GOLD, "the data has a column 'answer' beside answer_column=gold"),
+    ([{"prompt": "1"}], {"answer_column": "a.b"}, "no column \"a\"; found 'prompt': answer_column"),
+    ([{"prompt": "1", "a": {"b": 1}}, {"prompt": "1", "a": {}}], {"answer_column": "a.b"},
+     "row 1: there is no 'a.b': 'b' is looked up in {}"),
     ([7], {}, "the data, row 0 is 7; expected an object"),
     ("arithmetic", {"config": "main"}, "dataset_config='main' with 'arithmetic'"),
     ("arithmetic", {"split": "dev"}, "split='dev' of the generated task 'arithmetic'; expected 'train' or 'test'"),

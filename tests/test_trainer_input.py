@@ -413,7 +413,9 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
     wrong = ["--max-step", "1", "--delta", "1", "--no-such-option"]
     guesses = "--max-step (did you mean --max-steps?) 1 --delta 1 --no-such-option\n"
     for words, message in (
-        (wrong, guesses), (["--bf16=maybe"], "--bf16: invalid boolean value: 'maybe'"),
+        (wrong, guesses),
+        (["--reward-timeout", "9"], "--reward-timeout (this option was removed: a function that may hang sets"),
+        (["--bf16=maybe"], "--bf16: invalid boolean value: 'maybe'"),
         (["--loss-options={"], "--loss-options: invalid json_object value: '{'"),
         (["--loss-options=3"], "--loss-options: invalid json_object value: '3'"),
     ):  # fmt: skip

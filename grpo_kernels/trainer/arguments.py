@@ -57,6 +57,10 @@ Schedule: TypeAlias = Annotated[
 ]
 Json: TypeAlias = dict[str, Any]
 
+REMOVED = {  # option -> what does its work
+    "reward_timeout": "a function that may hang sets its own limit, as examples/run_program.py does",
+}
+
 ADAMW = ("betas", "eps", "weight_decay")  # what optim_args may hold
 
 # What an arithmetic run without these options takes: 32 prompts, 8 completions, two steps on each rollout.
@@ -131,12 +135,11 @@ class TrainArguments:
     dataset_test_split: str | None = _option(None, "split to evaluate on")
     eval_dataset_name: str | None = _option(None, "a data set of its own to evaluate on")
     prompt_column: str = _option("prompt", "column with the prompt: a text, or messages")
-    answer_column: str | None = _option(None, "column that rewards get as 'answer'")
+    answer_column: str | None = _option(None, "column that rewards get as 'answer'; COLUMN.NAME: a part of one")
     system_prompt: str | None = _option(None, "text of a system message before each prompt")
 
     reward_funcs: list[str] = _option([], "names of built-in rewards, module:function, or path/file.py:function")
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
-    reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
     step_delimiter: str = _option("\n", "ends a step, where a reward function returns one reward per step")
 
     num_generations: Count = _option(8, "completions per prompt")
@@ -365,7 +368,7 @@ class TrainArguments:
             ("dataset_test_split or eval_dataset_name", arithmetic or a.dataset_test_split or a.eval_dataset_name,
              ("eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at")),
             ("reward_funcs", a.reward_funcs,
-             ("reward_weights", "reward_timeout", "step_delimiter", "dataset_test_split", "eval_dataset_name",
+             ("reward_weights", "step_delimiter", "dataset_test_split", "eval_dataset_name",
               "dynamic_sampling")),
             ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
             ("a schedule with warm-up", arithmetic or a.lr_scheduler_type != "constant", ("warmup_steps",)),
@@ -438,10 +441,12 @@ def add_option(group: Any, field: str, text: str) -> None:
 
 
 def suggestion(name: str) -> str:
-    """The option that a wrong name most likely means, as the end of a sentence; '' where none is near."""
-    near = difflib.get_close_matches(
-        name.lstrip("-").split("=")[0].replace("-", "_"), TrainArguments.__dataclass_fields__, n=1, cutoff=0.75
-    )
+    """The option that a wrong name most likely means, or what does the work of one that is no more, as the end of a
+    sentence; '' where neither is near."""
+    name = name.lstrip("-").split("=")[0].replace("-", "_")
+    if name in REMOVED:
+        return f" (this option was removed: {REMOVED[name]})"
+    near = difflib.get_close_matches(name, TrainArguments.__dataclass_fields__, n=1, cutoff=0.75)
     return f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""
 
 

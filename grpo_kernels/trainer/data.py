@@ -56,7 +56,8 @@ def load_prompts(
     source: the name of a generated task (tasks.py), with the splits "train" and "test"; a file, which is one split,
     whatever `split` says; a folder or a name on the hub, with its `config` and `split`; or the rows themselves. A
     column that some rows of a file lack is None there, as `datasets` has it. context: the most tokens that the model
-    leaves to a prompt. answer_column: what rewards get as "answer". system_prompt: begins each prompt, as a message.
+    leaves to a prompt. answer_column: what rewards get as "answer"; "reward_model.ground_truth" is that part of a
+    column of objects, as in verl's files. system_prompt: begins each prompt, as a message.
     Raises ValueError for a longer prompt, a source that cannot be read, an empty one, a row without a proper prompt,
     and messages without a chat template.
     """
@@ -64,7 +65,8 @@ def load_prompts(
     rows = _rows_of(_read_rows(source, split, config) if isinstance(source, str) else source, where)
     if not rows:
         raise ValueError(f"{where} (split {split!r}) is empty; expected at least one row")
-    for option, name in (("prompt_column", prompt_column), ("answer_column", answer_column)):
+    outer = answer_column if answer_column in rows[0] else (answer_column or "").partition(".")[0] or None
+    for option, name in (("prompt_column", prompt_column), ("answer_column", outer)):
         if name is not None and name not in rows[0]:
             found = ", ".join(map(repr, rows[0])) or "no columns"
             raise ValueError(f'{where} has no column "{name}"; found {found}: {option} names it')
@@ -74,6 +76,8 @@ def load_prompts(
     for index, row in enumerate(rows):
         others = {"answer" if name == answer_column else name: x for name, x in row.items() if name != prompt_column}
         try:
+            if answer_column != outer:
+                others["answer"] = _part(row, str(answer_column))
             if deep := [name for name, value in row.items() if not is_flat(value)]:
                 raise ValueError(f"the column {deep[0]!r} is nested more than {MOST_LEVELS} levels deep")
             prompt = _with_system(row[prompt_column], system_prompt)
@@ -209,6 +213,16 @@ def _rows_of(rows: Iterable[Any], where: str) -> list[Row]:
             raise ValueError(f"{where}, row {index} is {row!r:.60}; expected an object with the prompt by its name")
     names = {name: None for row in rows for name in row}
     return [{**names, **row} for row in rows]
+
+
+def _part(row: Row, path: str) -> Any:
+    """Returns what lies under the names of `path`, with dots between them."""
+    value: Any = row
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ValueError(f"there is no {path!r}: {name!r} is looked up in {value!r:.60}")
+        value = value[name]
+    return value
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:

@@ -22,7 +22,8 @@ from .decoding import choose_decoder
 from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
-from .rewards.answers import TAGGED, final_number, reply, text_of
+from .rewards.answers import reply, said, text_of
+from .rewards.reading import final_answer, is_same
 from .rewards.scoring import BUILT_IN
 from .rollout import Sampler
 from .run import load_data, make_rewards
@@ -49,13 +50,23 @@ def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float
     return fmean(winners) if winners else 0.0
 
 
-def final_answer(text: str) -> Hashable:
-    """What a completion votes with: the contents of its only <answer> block, else its final number, else all of its
-    text; None where that is empty."""
-    if len(tagged := TAGGED.findall(text)) == 1:
-        return str(tagged[0]).strip()
-    number = final_number(text)
-    return number if number is not None else text.strip() or None
+def votes(texts: Sequence[str]) -> list[int | None]:
+    """Returns what each of several completions of a problem, without its thoughts, votes for: the same number where
+    their final answers are the same, or without one all of their text. None where that is empty."""
+    found: list[tuple[str | None, str]] = []
+    result: list[int | None] = []
+    for text in texts:
+        vote = final_answer(text), text.strip()
+        same = (i for i, other in enumerate(found) if _is_same_vote(other, vote))
+        result.append(next(same, len(found)) if any(vote) else None)
+        found.append(vote)
+    return result
+
+
+def _is_same_vote(first: tuple[str | None, str], other: tuple[str | None, str]) -> bool:
+    if first[0] is None or other[0] is None:
+        return first == other
+    return first[0] == other[0] or is_same(first[0], other[0])
 
 
 def evaluate(
@@ -102,12 +113,15 @@ def evaluate(
         correct_at = 1.0
     if correct_at is not None:
         right = [[total >= correct_at for total in totals[group]] for group in groups]
-        answers = [list(map(final_answer, texts[group])) for group in groups]
+        told = [
+            [said(text, prompt.prompt, rewards.opens) for text in texts[group]]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
         ks = ks or [1 << power for power in range(num_samples.bit_length())]
         found |= {
             "pass_at_1": fmean(map(fmean, right)),
             "pass_at_k": {str(k): fmean(pass_at_k(num_samples, sum(row), k) for row in right) for k in ks},
-            "majority_at_k": fmean(map(majority_at_k, answers, right)),
+            "majority_at_k": fmean(map(majority_at_k, map(votes, told), right)),
             "greedy": fmean(total >= correct_at for total in greedy),
         }
     return found | {
@@ -138,7 +152,7 @@ OPTIONS_OF_RUN = (
 READ = (
     "dtype", "use_cpu", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split",
     "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "reward_funcs", "reward_weights",
-    "reward_timeout", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "correct_at",
+    "max_completion_length", "temperature", "top_p", "top_k", "min_p", "correct_at",
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
 )  # fmt: skip
 

@@ -203,7 +203,7 @@ RULES = {
     "unscored": Rule("Unscored completions", ("unscored",),
         lambda h: h.mean("unscored") / (h.mean("completions/count") or NAN), 0.05, math.inf,
         f"{{value:.0%}} of the completions of the last {WINDOW} steps got no reward (threshold {{limit:.0%}}).",
-        "Read the errors of the reward functions in the log; raise reward_timeout where calls time out."),
+        "Read the errors of the reward functions in the log."),
     "length_bias": Rule("Length bias", ("completions/mean_length",), growth, 1.25, math.inf,
         f"Completions grew {{value:.2f}} times in {HISTORY} steps (threshold {{limit:g}}); the reward did not rise.",
         "Add the reward soft_overlong, or take a loss that does not divide by a sequence's length (dapo, dr_grpo)."),

@@ -349,7 +349,7 @@ def make_rewards(
         os.path.abspath(spec) if isinstance(spec, str) and os.path.isfile(spec.rpartition(":")[0]) else spec
         for spec in given.rewards or a.reward_funcs
     ]
-    rewards = Rewards(specs, a.reward_weights, timeout=a.reward_timeout, max_length=a.max_completion_length)
+    rewards = Rewards(specs, a.reward_weights, max_length=a.max_completion_length)
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
         try:
             if part:
