@@ -193,7 +193,7 @@ def _read_json(text: str) -> list[Any]:
     return [from_json(line, f"line {number}") for number, line in lines if line.strip()]
 
 
-def from_json(text: str, where: str) -> Any:
+def from_json(text: str | bytes, where: str) -> Any:
     """Parse JSON; raises ValueError where it is none, with `where` it stands."""
     try:
         return json.loads(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from .files import write_text
+from .files import read_file, write_text
 from .monitor import ENTROPY, KL_PER_TOKEN, RULES, WINDOW, Monitor
 from .records import Record, counted, finite, is_number, parse, records_of
 
@@ -142,16 +143,16 @@ def collect(folder: Path) -> dict[str, Any]:
 
 def read_lines(path: Path, notes: list[str]) -> list[Record]:
     """Returns the records of log.jsonl or samples.jsonl; lines that are none are noted."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         notes.append(f"There is no {path.name}.")
         return []
-    found, problem = records_of(path.read_bytes())
+    found, problem = records_of(read_file(path))
     notes += [f"{path.name}: {problem}."] if problem else []
     return list(found.values())
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    found = parse(path.read_bytes()) if path.is_file() else {}
+    found = parse(read_file(path)) if os.path.lexists(path) else {}
     if not isinstance(found, dict):
         notes.append(f"{path.name} could not be read.")
         return {}

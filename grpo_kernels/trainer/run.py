@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from .batch import model_inputs
 from .checkpoint import CONFIG, RUN, STATE, Progress, check_state, claim_folder, norm, prune, read_checkpoint
 from .data import Prompt, fingerprint, load_prompts
 from .decoding import MIB, choose_decoder
-from .files import lock_folder, remove_leftovers, write_atomically, write_json
+from .files import lock_folder, new_folder, remove_leftovers, write_atomically, write_json
 from .log import RunLog
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
@@ -86,10 +85,11 @@ class Run:
         self.folder = Path(a.output_dir).absolute()  # a reward function may change the working directory
         self.accelerator = make_accelerator(a)
         with self.ranks.raise_on_all():
-            self.checkpoint = claim_folder(self.folder, arguments, self.ranks.count)
             if self.accelerator.is_main_process:
                 self.unlock = weakref.finalize(self, os.close, lock_folder(self.folder))
                 remove_leftovers(self.folder)
+        with self.ranks.raise_on_all():
+            self.checkpoint = claim_folder(self.folder, arguments, self.ranks.count)
             source = a.model_name_or_path or str(self.folder / f"start-model-{a.seed}")
             if a.model_name_or_path is None and self.ranks.index == 0 and not Path(source).exists():
                 from .arithmetic import start_model
@@ -159,9 +159,9 @@ class Run:
                 config.do_sample = True
                 print("generation_config has options of sampling without do_sample: it gets do_sample", file=sys.stderr)
         try:
-            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".trial-", suffix=".partial") as folder:
+            with new_folder(self.folder / "trial") as folder:
                 if not self.arguments.use_peft:  # PEFT saves no adapter without its tensors
-                    save_model(self.bare_policy.lm, Path(folder), {})
+                    save_model(self.bare_policy.lm, folder, {})
                 self.tokenizer.save_pretrained(folder)
         except Exception as error:  # of many types, of transformers, tokenizers and the system
             reason = f"model and tokenizer cannot be saved: {reason_of(error)}"
