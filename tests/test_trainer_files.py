@@ -92,8 +92,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path):
 
 
 def test_a_checkpoint_that_is_pruned_loses_its_name_first(checkpoint, tmp_path):
-    at, path = 0, tmp_path / "checkpoint-1"
-    while at == 0 or killed:
+    at, path, killed = 0, tmp_path / "checkpoint-1", True
+    while killed:
         shutil.copytree(checkpoint, path, dirs_exist_ok=True)
         killed = killed_at(at, lambda: files.discard(path))
         assert not path.exists() or find_checkpoint(tmp_path, "auto") == path
@@ -130,19 +130,20 @@ def test_a_folder_that_cannot_get_its_name_leaves_the_earlier_one(tmp_path, monk
     path.mkdir()
     (path / "old").write_text("")
     monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(RunError, match="model could not be written: .*Input/output error"):
+    with pytest.raises(RunError, match=r"model could not be written: .*Input/output error"):
         files.write_atomically(path, lambda folder: None)
     assert os.listdir(tmp_path) == ["model"] and os.listdir(path) == ["old"]
 
 
-def test_no_name_that_somebody_has_prepared_is_written_to(tmp_path, monkeypatch):
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_no_name_that_somebody_has_prepared_is_written_to(link, tmp_path, monkeypatch):
     """A name that is known beforehand can be a link already."""
     mine = tmp_path / "mine"
     mine.write_text("mine")
     for target in ("config.json", "log.jsonl"):
         (tmp_path / target).symlink_to(mine)
     monkeypatch.setattr(files, "_temporary", lambda path, kind: tmp_path / "known")
-    (tmp_path / "known").symlink_to(mine)
+    link(mine, tmp_path / "known")
     for write in (files.write_text, files.append):
         with pytest.raises(RunError):
             write(tmp_path / "log.jsonl", "theirs")

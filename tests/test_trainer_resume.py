@@ -343,6 +343,21 @@ def test_other_prompts_are_refused(model, data, output, capfd):
     assert f"was written with other prompts: dataset_name={data} has changed since" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["model_name_or_path", "teacher_model_name_or_path"])
+def test_another_model_under_the_same_path_is_refused(option, model, data, tmp_path, capfd):
+    """The frozen one of an adapter, or a teacher, of which a checkpoint holds nothing. A single number is seen."""
+    start = shutil.copytree(model, tmp_path / "start")
+    options = {"max_steps": 1, option: start, "use_peft": option == "model_name_or_path"}
+    assert run(model, data, tmp_path / "run", **options) == 0
+    again = options | {"max_steps": 2, "resume_from_checkpoint": "auto"}
+    save_file(tensors := load_file(start / "model.safetensors"), start / "model.safetensors", {"format": "pt"})
+    assert run(model, data, tmp_path / "run", **again) == 0
+    tensors["model.embed_tokens.weight"][3, 5] += 1
+    save_file(tensors, start / "model.safetensors", {"format": "pt"})
+    assert run(model, data, tmp_path / "run", **again | {"max_steps": 3}) == 2
+    assert f"was written with another model: {option}={start} has changed since" in capfd.readouterr().err
+
+
 def test_an_evaluation_that_was_cut_short_is_made_after_the_resume(model, data, tmp_path, monkeypatch):
     options = {"max_steps": 4, "eval_dataset_name": data, "eval_max_prompts": 2, "eval_steps": 2, "save_steps": 0}
     original = Trainer.evaluate
@@ -400,6 +415,8 @@ def test_a_full_disk_names_the_file(name, model, data, tmp_path, monkeypatch, ca
 
     def open_file(path, mode):
         full = mode != "rb" and name in path.name and path.parent == file.parent
+        if mode == "ab":
+            path.touch()
         return open("/dev/full", "wb") if full else opened(path, mode)
 
     monkeypatch.setattr(files, "open_file", open_file)

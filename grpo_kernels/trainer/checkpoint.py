@@ -3,12 +3,13 @@ and read without unpickling."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,6 @@ from torch.nn.utils import get_total_norm
 
 from . import RunError, reason_of
 from .arguments import TrainArguments, to_json
-from .data import Prompt, fingerprint
 from .files import CHECKSUMS, checksums, discard, read_file
 from .ranks import whole
 from .rollout import Completion
@@ -193,11 +193,27 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
         )
 
 
-def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt]) -> None:
-    """Raise RunError where a run of the same options cannot go on from the state in a checkpoint."""
+def fingerprint_of_weights(lm: Any) -> str:
+    """A hash of the parameters that are not trained: of their names, types and shapes, and of the sums of the bits of
+    their rows, which are exact in any order, and read as fast as memory is."""
+    found = hashlib.sha256()
+    for name, tensor in lm.named_parameters():
+        if not tensor.requires_grad:
+            found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+            rows = tensor.detach().reshape(-1, max(1, *tensor.shape[-1:])).contiguous().view(torch.uint8)
+            bits = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
+            found.update(bits.sum(-1, dtype=torch.int64).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_state(checkpoint: Path, a: TrainArguments, inputs: dict[str, str]) -> None:
+    """Raise RunError where a run of the same options cannot go on from the state in a checkpoint. inputs: fingerprints
+    of what it does not hold, by the options that name it."""
     state, progress = read_checkpoint(checkpoint, mmap=True)
-    if state["prompts"] != fingerprint(prompts):
-        name = a.dataset_name or ARITHMETIC
-        raise RunError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
+    for option, now in inputs.items():
+        if dict(state.get("inputs", {})).get(option) != now:  # an earlier version has saved none
+            what = "other prompts" if option == "dataset_name" else "another model"
+            name = getattr(a, option) or ARITHMETIC
+            raise RunError(f"{checkpoint} was written with {what}: {option}={name} has changed since")
     if progress.step > a.max_steps:
         raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}; expected a later step")

@@ -45,15 +45,16 @@ def replacing(path: Path) -> Iterator[Any]:
     draft = _temporary(path, DRAFT)
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open_file(draft, "xb") as file:
+        with open_file(draft, "xb") as file:
+            try:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            draft.replace(path)
-            sync(path.parent)
-        finally:
-            draft.unlink(missing_ok=True)
+                draft.replace(path)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+        sync(path.parent)
 
 
 def append(path: Path, text: str) -> None:
