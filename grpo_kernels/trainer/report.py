@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from .files import read_file, write_text
@@ -47,7 +46,7 @@ CHARTS = [
           ("kl_explosion", "divergence_rises"), KL_PER_TOKEN),
     Chart("Entropy", "nats per token", {"entropy": "entropy"}, ("mode_collapse",), ENTROPY),
     Chart("Gradient norm", "before clipping, log scale", {"grad_norm": "norm"}, ("gradient_instability",), log=True),
-    Chart("Learning rate", "of AdamW", {"learning_rate": "rate"}),
+    Chart("Learning rate", "of AdamW", {"learning_rate": "rate"}, ("vanishing_steps",)),
     Chart("Groups of equal rewards", "share of groups",
           {"zero_gradient_groups": "all", "all_min_groups": "lowest", "all_max_groups": "highest"},
           ("no_learning_signal",), RULES["no_learning_signal"].warning),
@@ -187,7 +186,9 @@ def tiles_of(records: list[Record], evaluations: list[Record], summary: Record) 
     ):
         values = [value for row in rows if (value := finite(row.get(key))) is not None]
         size = min(size, max(1, len(values) // 2))
-        before, now = (form.format(fmean(part)) if part else "" for part in (values[:-size][:size], values[-size:]))
+        parts = values[:-size][:size], values[-size:]
+        # The sum of large numbers is beyond what a float holds.
+        before, now = (form.format(sum(x / len(part) for x in part)) if part else "" for part in parts)
         tiles.append({"label": label, "value": now or "–", "before": before})
     seconds = finite((summary or (records[-1] if records else {})).get("seconds"))
     shown = str(timedelta(seconds=round(seconds))) if seconds is not None and 0 <= seconds < 1e12 else "–"
