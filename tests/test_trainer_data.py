@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
+import training
 from huggingface_hub import errors
 from tokenizers import processors
 
 from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels.trainer.data import Prompt, check_source, load_prompts, take
+from grpo_kernels.trainer.data import Prompt, check_source, fingerprint, load_prompts, take
 from grpo_kernels.trainer.rewards import Rewards
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -184,13 +189,61 @@ def test_a_prompt_ends_with_no_end_of_sequence_unsaid(capsys):
     assert [p.ids for p in load_prompts(rows, tokenizer=made)] == [[2], [3], [4, id]]
     appended, own = capsys.readouterr().err.splitlines()
     sentence = "the data: {} of 3 prompts (the first in row {}) end with an end of sequence, {!r}, {}"
-    why = "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"
+    why = "which the tokenizer appends to a text: it is left out, as a completion goes on from its prompt"
     assert appended == sentence.format(3, 0, end, why)
     why = "after which no completion goes on: does the chat template heed add_generation_prompt?"
     assert own == sentence.format(1, 2, end, why)
     made.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
     assert load_prompts([{"prompt": CHAT}], tokenizer=made)[0].ids == [2, id, 3, id]
     assert "1 of 1 prompts (the first in row 0) end with" in capsys.readouterr().err
+
+
+def test_repeated_prompts_are_said(words, capsys):
+    load_prompts([{"prompt": "1"}, {"prompt": "2"}, {"prompt": "1"}, {"prompt": "1"}], tokenizer=words)
+    assert capsys.readouterr().err == "the data: 2 of 4 prompts (the first in row 2) repeat an earlier one\n"
+
+
+# ---- the fingerprint ------------------------------------------------------------------------------------------------
+
+
+class Gold:
+    """A value of a column whose repr has an address."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+
+def columns():
+    """As a user's program makes them in each process: with values that are shown in another way each time."""
+    words = {chr(97 + i) * 3 for i in range(20)}
+    return {"set": words, "dict": {word: len(word) for word in words}, "object": Gold(frozenset(words)), "type": Gold,
+            "array": np.arange(2000.0), "when": datetime.date(2026, 1, 2),
+            "nested": [("x", 1, None, b"y"), {2.5}]}  # fmt: skip
+
+
+def test_the_same_data_has_the_same_fingerprint_in_every_process():
+    program = "from test_trainer_data import *; print(fingerprint([Prompt('1', [2], columns())]))"
+    found = {
+        subprocess.run([sys.executable, "-c", program], env=training.ENVIRONMENT | {"PYTHONHASHSEED": str(seed)},
+                       capture_output=True, text=True, check=True).stdout for seed in (1, 2)
+    }  # fmt: skip
+    assert found == {fingerprint([Prompt("1", [2], columns())]) + "\n"}
+
+
+def test_other_data_has_another_fingerprint():
+    changed = columns()["array"]
+    changed[1000] += 1  # which repr leaves out
+    for name, value in (("set", {"x"}), ("object", Gold({"x"})), ("array", changed), ("when", datetime.date.min),
+                        ("nested", [["x", 1, None, b"y"], {2.5}]), ("type", Counter), ("dict", {})):  # fmt: skip
+        other = fingerprint([Prompt("1", [2], columns() | {name: value})])
+        assert other != fingerprint([Prompt("1", [2], columns())]), name
+    circle = Gold(None)
+    circle.answers = circle
+    for value in (iter(open(__file__)), circle):  # noqa: SIM115
+        with pytest.raises(
+            ValueError, match=r"the data, row 0: the column 'x' holds a .*, which no later run could compar"
+        ):
+            fingerprint([Prompt("1", [2], {"x": value})])
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

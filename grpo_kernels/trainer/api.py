@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from . import RunError
 from .arguments import TrainArguments
 from .data import GIVEN_ROWS
+from .files import read_file
 from .loop import Trainer
 from .model import is_peft_model
 from .rewards.functions import name_of
@@ -107,4 +108,4 @@ def train(
         raise KeyboardInterrupt
     if status:
         raise RunError(f"signal {status - 128} stopped the run; {run.folder} holds a checkpoint")
-    return json.loads((run.folder / "summary.json").read_text()) | {"output_dir": run.folder}
+    return json.loads(read_file(run.folder / "summary.json")) | {"output_dir": run.folder}

@@ -326,6 +326,8 @@ class TrainArguments:
              "is the generated arithmetic task"),
             (not a.reward_funcs and not teaches,
              "reward_funcs is empty; expected names of built-in rewards, module:function, or path/file.py:function"),
+            (bool(a.reward_funcs) and a.reward_weights is not None and not any(a.reward_weights),
+             f"reward_weights={a.reward_weights} leave no reward; expected one that is not 0"),
             (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
             (a.share_prompts and a.gradient_checkpointing,
@@ -450,33 +452,65 @@ def suggestion(name: str) -> str:
     return f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""
 
 
-def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:
-    """The options from a command line, on top of those of the YAML file that --config names. command: whose usage
-    --help and errors show. Ends the process, as argparse does, for an unknown option and a value of another type."""
+def parse(argv: Sequence[str], command: str = "train", preset: Sequence[str] = ()) -> TrainArguments:
+    """The options from a command line, on top of those of the YAML file that --config names, on top of the words
+    `preset`. command: whose usage --help and errors show. Ends the process, as argparse does, for an unknown option and
+    a value of another type."""
     parser = make_parser(command)
-    own = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in argv]
-    path = getattr(parser.parse_known_args(own)[0], "config", None)
-    found, rest = parser.parse_known_args([*(() if path is None else _from_yaml(path)), *own])
-    if rest:
-        words = [f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest]
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
-    given = {name: value for name, value in vars(found).items() if name in TrainArguments.__dataclass_fields__}
+
+    def read(words: Sequence[str]) -> dict[str, Any]:
+        own = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in words]
+        found, rest = parser.parse_known_args(own)
+        if rest:
+            words = [f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest]
+            parser.error(f"unrecognized arguments: {' '.join(words)}")
+        return vars(found)
+
+    own = read(argv)
+    given = read(preset) | (_from_yaml(own["config"]) if "config" in own else {}) | own
+    given = {name: value for name, value in given.items() if name in KINDS}
     arithmetic = not {"model_name_or_path", "dataset_name"} & given.keys()
     return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | given)
 
 
-def _from_yaml(path: str) -> list[str]:
-    """The options of a file as words of a command line, so that both are read alike."""
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Takes 1e-8 for a number, as JSON and YAML 1.2 do; in YAML 1.1 it is text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _from_yaml(path: str) -> dict[str, Any]:
+    """The options of a file; without those that are null."""
+    found: dict[str, Any] = {}
     try:
-        options = dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError("it holds no options")
+        for key, value in node.value:
+            name = str(key.value).replace("-", "_")
+            if name not in KINDS:
+                raise ValueError(f"{key.value!r} is no option of a run{suggestion(name)}")
+            if name in found:
+                raise ValueError(f"{name} is there twice")
+            found[name] = _value_of(value, KINDS[name], loader)
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"config={path}: {error}; expected options, one 'name: value' a line") from None
-    words = []
-    for name, value in options.items():
-        values = value if isinstance(value, list) else [value]
-        values = [json.dumps(x) if isinstance(x, (bool, dict)) else str(x) for x in values if x is not None]
-        words += [f"--{name.replace('_', '-')}", *values] if values else []
-    return words
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _value_of(node: yaml.Node, kind: Kind, loader: _Loader) -> Any:
+    """The value of an option; of one that is a text what stands there, a date or a number as it may look."""
+    if kind.several:
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        values = [_value_of(one, kind._replace(several=False), loader) for one in nodes]
+        return None if values == [None] and nodes == [node] else values
+    value = loader.construct_object(node, deep=True)
+    is_text = kind.type is str and isinstance(node, yaml.ScalarNode) and value is not None
+    return node.value if is_text else value
 
 
 def to_json(arguments: TrainArguments, num_processes: int) -> dict[str, Any]:

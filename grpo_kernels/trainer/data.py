@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import csv
 import hashlib
 import json
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from huggingface_hub import HfApi, constants, errors
 from huggingface_hub.file_download import repo_folder_name
 
+from . import reason_of
 from .tasks import TASKS, Row
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def load_prompts(
             raise ValueError(f'{where} has no column "{name}"; found {found}: {option} names it')
     if answer_column not in (None, "answer") and "answer" in rows[0]:
         raise ValueError(f"{where} has a column 'answer' beside answer_column={answer_column}; rename or drop one")
-    prompts, cut, ended = [], [], []
+    prompts, cut, ended, repeated, known = [], [], [], [], set()
     for index, row in enumerate(rows):
         others = {"answer" if name == answer_column else name: x for name, x in row.items() if name != prompt_column}
         try:
@@ -90,14 +92,18 @@ def load_prompts(
             raise ValueError(f"{where}, row {index}: {error}") from error
         cut += [index] * appended
         ended += [index] * (ids[-1] == tokenizer.eos_token_id)
+        repeated += [index] * (tuple(ids) in known)
+        known.add(tuple(ids))
         prompts.append(Prompt(prompt, ids, others))
+    end = f"end with an end of sequence, {tokenizer.eos_token!r}"
     for these, sentence in (
-        (cut, "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"),
-        (ended, "after which no completion goes on: does the chat template heed add_generation_prompt?"),
+        (cut, f"{end}, which the tokenizer appends to a text: it is left out, as a completion goes on from its prompt"),
+        (ended, f"{end}, after which no completion goes on: does the chat template heed add_generation_prompt?"),
+        (repeated, "repeat an earlier one"),
     ):
         if these:
             share = f"{len(these):,} of {len(rows):,} prompts (the first in row {these[0]})"
-            print(f"{where}: {share} end with an end of sequence, {tokenizer.eos_token!r}, {sentence}", file=sys.stderr)
+            print(f"{where}: {share} {sentence}", file=sys.stderr)
     return prompts
 
 
@@ -132,8 +138,38 @@ def check_source(option: str, name: str | Path, kind: str = "model") -> None:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """A hash of all that a run takes from its prompts."""
-    return hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()
+    """A hash of all that a run takes from its prompts, the same in every process. Raises ValueError for a column of
+    what cannot be compared (an open file, say)."""
+    found = hashlib.sha256()
+    for row, prompt in enumerate(prompts):
+        found.update(repr(prompt.ids).encode())
+        for name, value in prompt.columns.items():
+            try:
+                found.update(repr((name, canonical(value))).encode())
+            except Exception as error:  # objects raise what they like
+                reason = f"{type(value).__name__}, which no later run could compare: {reason_of(error)}"
+                raise ValueError(f"the data, row {row}: the column {name!r} holds a {reason}") from error
+    return found.hexdigest()
+
+
+def canonical(value: Any) -> str:
+    """A text that equal values have in every process. Of repr that is not so: sets come in any order, objects show
+    their address, large arrays a part."""
+    if type(value) in (str, bytes, bool, int, float, complex, type(None)):
+        return repr(value)
+    if isinstance(value, (set, frozenset)):
+        parts = sorted(map(canonical, value))
+    elif isinstance(value, dict):
+        parts = sorted(f"{canonical(key)}: {canonical(x)}" for key, x in value.items())
+    elif type(value) in (list, tuple):
+        parts = [canonical(x) for x in value]
+    elif hasattr(value, "__qualname__"):  # a class or a function
+        return f"{value.__module__}.{value.__qualname__}"
+    else:  # what pickle makes it of: a name, or a function, its arguments, a state, and iterators of items
+        made = copyreg.dispatch_table.get(type(value), lambda x: x.__reduce_ex__(4))(value)
+        made = (made,) if isinstance(made, str) else (*made[:3], *(list(items or ()) for items in made[3:5]))
+        parts = [canonical(part) for part in made]
+    return f"{type(value).__qualname__}({', '.join(parts)})"
 
 
 def take(num_prompts: int, position: int, count: int, seed: int) -> list[int]:
@@ -197,7 +233,7 @@ def _read_json(text: str) -> list[Any]:
     return [from_json(line, f"line {number}") for number, line in lines if line.strip()]
 
 
-def from_json(text: str, where: str) -> Any:
+def from_json(text: str | bytes, where: str) -> Any:
     """Parse JSON; raises ValueError where it is none, with `where` it stands."""
     try:
         return json.loads(text)

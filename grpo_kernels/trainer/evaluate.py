@@ -4,7 +4,6 @@ problem."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -19,6 +18,7 @@ from .arguments import TrainArguments, add_option
 from .checkpoint import CONFIG, RUN
 from .data import Prompt, check_source, from_json, is_one_split
 from .decoding import choose_decoder
+from .files import read_file, write_json
 from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
@@ -166,17 +166,20 @@ def run(argv: Sequence[str]) -> int:
             raise ValueError(f"num_samples={options.num_samples}; expected at least 1")
         if not all(1 <= k <= options.num_samples for k in options.ks or ()):
             raise ValueError(f"ks={options.ks}; expected numbers from 1 to num_samples={options.num_samples}")
-        if options.output is not None and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
-            raise ValueError(f"output={options.output}; expected a file, in a folder that exists")
+        output = options.output
+        if output and not (output.is_file() or (not output.exists() and output.absolute().parent.is_dir())):
+            raise ValueError(f"output={output}; expected a file, in a folder that exists")
         model, a = resolve(options)
         numbers = {"num_samples": options.num_samples, "ks": options.ks, "seed": options.seed}
         result = evaluate(*load(model, a), **numbers, correct_at=a.correct_at)
+        print(table(result))
+        if output:
+            write_json(output, result)
+    except BrokenPipeError:  # see `commands.train`
+        raise
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"grpo-kernels evaluate: {error}", file=sys.stderr)
         return 2
-    print(table(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -224,7 +227,8 @@ def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
 def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Returns those that a run saved in the file `path` and evaluation reads; none where it is no such file. Raises
     ValueError or TypeError for one of another type, and for code that the command line does not name."""
-    saved = from_json(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
+    is_file = path.is_file() and not path.is_symlink()  # a hub's cache has links to files of models
+    saved = from_json(read_file(path), str(path)) if is_file else None
     if not isinstance(saved, dict) or "output_dir" not in saved:  # that of a model has none
         return {}
     known = {name: saved[name] for name in READ if name in saved}

@@ -194,6 +194,11 @@ RULES = {
     "gradient_instability": Rule("Gradient instability", ("grad_norm",), gradient_norm, 4, 10,
         f"For {SOON} steps, the gradient norm is {{value:.3g}} times the median before (threshold {{limit:g}}).",
         "Lower the learning rate or max_grad_norm; look for extreme advantages and ratios at this step."),
+    "vanishing_steps": Rule("Vanishing steps", ("relative_step",), lambda h: h.mean("relative_step"), 0.01, 1e-9,
+        f"In the last {WINDOW} steps, AdamW's step was {{value:.2g}} of the learning rate, or that was 0 (threshold "
+        "{limit:g}): the weights do not move.",
+        "Check learning_rate and its schedule, max_grad_norm, and the eps of optim_args, which outweighs small "
+        "gradients.", below=True),
     "no_learning_signal": Rule("No learning signal", ("zero_gradient_groups",),
         lambda h: NAN if h.is_solved() else h.mean("zero_gradient_groups") - h.mean("all_max_groups"), 0.5, 0.9,
         f"{{value:.0%}} of the groups of {WINDOW} steps have equal rewards and no gradient (threshold {{limit:.0%}}, "
