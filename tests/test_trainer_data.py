@@ -180,6 +180,88 @@ def test_a_last_message_of_the_assistant_is_continued(with_bos):
     assert load_prompts(rows, tokenizer=with_bos)[0].ids == [3, 11, 8]  # neither the end of the turn nor a new one
 
 
+# As Qwen3's: the last message of the assistant gets an empty thought.
+THINKS = (
+    "{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' and loop.last %}<00>{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].name }}{% endif %}+{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<00>{% endif %}"
+)
+
+
+class Letters:
+    """A tokenizer whose ids are characters, around one that renders templates."""
+
+    def __init__(self, template):
+        self.made = arithmetic_tokenizer(32)
+        self.made.chat_template = template
+
+    def __getattr__(self, name):
+        return getattr(self.made, name)
+
+    def __call__(self, text, **options):
+        return {"input_ids": [*text]}
+
+
+def rendered(messages, template=THINKS, **options):
+    rows = [{"prompt": messages}, {"prompt": messages}]
+    return "".join(load_prompts(rows, tokenizer=Letters(template), **options)[1].ids)
+
+
+@pytest.mark.parametrize("content", ["<0", "<0\n", "7 "])
+def test_a_last_message_of_the_assistant_goes_on_to_the_letter_from_the_start_of_a_reply(content, capsys):
+    messages = [CHAT[1], {"role": "assistant", "content": content}]
+    assert rendered(messages) == f"u2+a{content}"
+    assert capsys.readouterr().err == (
+        "the data: 2 of 2 prompts (the first in row 0) end in a message of the assistant, which goes on from the start "
+        "of a reply: what the chat template would put before it, '<00>', is left out\n"
+    )
+    assert rendered(messages, chat_template_kwargs={"enable_thinking": False}) == f"u2+a<00>{content}"
+    trims = "{% for m in messages %}{{ m.role[0] }}{{ m.content | trim }}+{% endfor %}"
+    trims += "{% if add_generation_prompt %}a={% endif %}"  # which a message of the assistant lacks
+    assert rendered(messages, template=trims) == f"u2+a{content}"
+    assert rendered(messages, template=trims.partition("{% if add")[0]) == f"u2+a{content}"  # no start of a reply
+    assert capsys.readouterr().err == ""
+
+
+def test_a_template_that_changes_the_last_message_is_refused():
+    messages = [CHAT[1], {"role": "assistant", "content": "a b"}]
+    with pytest.raises(ValueError, match=r"row 0: the chat template (ends with|refuses)"):
+        rendered(messages, template="{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+
+
+def test_content_may_be_parts_of_text_and_calls_of_tools():
+    parts = [{"type": "text", "text": "2"}, {"type": "text", "text": "3"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    tool = {"role": "tool", "content": "5", "tool_calls": None, "name": None}
+    rows = [{"prompt": [{"role": "user", "content": parts}, call, tool]}]
+    (found,) = load_prompts(rows, tokenizer=Letters(THINKS))
+    assert "".join(found.ids) == "u23+aadd+t5+a"
+    assert found.prompt == [
+        {"role": "user", "content": "23"},
+        {**call, "content": ""},
+        {"role": "tool", "content": "5"},
+    ]
+    with pytest.raises(ValueError, match="row 0: the chat template leaves out the tool_calls of the messages"):
+        load_prompts(rows, tokenizer=Letters(THINKS.replace("m.tool_calls[0].name", "''")))
+
+
+def test_variables_of_the_chat_template():
+    assert rendered(CHAT[1:], chat_template_kwargs={"enable_thinking": True}) == "u2+a"
+    assert rendered(CHAT[1:], chat_template_kwargs={"enable_thinking": False}) == "u2+a<00>"
+    assert rendered("2", system_prompt="1", chat_template_kwargs={"enable_thinking": False}) == "s1+u2+a<00>"
+    for variables, prompt, words in (
+        ({"enable_thinkin": False}, CHAT, "the chat template does not read enable_thinkin$"),
+        ({"add_generation_prompt": False}, CHAT, "the trainer sets add_generation_prompt itself"),
+        ({"truncation": True}, CHAT, "the trainer sets truncation itself"),
+        ({"enable_thinking": False}, "2", "has no effect: the prompts of the data are texts"),
+    ):
+        with pytest.raises(ValueError, match=f"^chat_template_kwargs=.*{words}"):
+            rendered(prompt, chat_template_kwargs=variables)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        rendered(CHAT, template=None, chat_template_kwargs={"a": 1})
+
+
 def test_a_prompt_ends_with_no_end_of_sequence_unsaid(capsys):
     """One that the tokenizer appends, as with add_eos_token, is left out; one of the text or of a template stays."""
     made = arithmetic_tokenizer(32)
@@ -283,7 +365,11 @@ def test_a_column_has_a_hundred_levels_at_most(tmp_path, words):
     ([GOOD, "[1]"], r"^data set '.*a.jsonl', row 1 is \[1\]; expected an object with the prompt by its name"),
     ([GOOD, {"prompt": 7}], r"row 1: the prompt is 7; expected a text or a list of messages"),
     ([GOOD, {"prompt": []}], r"row 1: the prompt is \[\]; expected"),
-    ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], r"row 0: the prompt is .*; expected"),
+    ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+     r"row 0: message 0 of the prompt has the part {'type': 'image'}; expected texts alone"),
+    ([{"prompt": [{"role": "user", "content": 7}]}], r"row 0: message 0 of the prompt has the content 7; expected a"),
+    ([{"prompt": [{"role": "user"}]}], r"row 0: message 0 of the prompt is .*; expected role and content, or tool_ca"),
+    ([{"prompt": ["1"]}], r"row 0: the prompt is \['1'\]; expected a text or a list of messages"),
     ([GOOD, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"], r"a.jsonl.*: line 2 is not JSON: .*recursion"),
     ([GOOD, {"prompt": "1\ud800"}], r"row 1: the tokenizer refuses the prompt '1\\ud800': "),
     ([GOOD, {"prompt": ""}], r"row 1: the prompt '' has no tokens"),

@@ -137,6 +137,9 @@ class TrainArguments:
     prompt_column: str = _option("prompt", "column with the prompt: a text, or messages")
     answer_column: str | None = _option(None, "column that rewards get as 'answer'; COLUMN.NAME: a part of one")
     system_prompt: str | None = _option(None, "text of a system message before each prompt")
+    chat_template_kwargs: Json | None = _option(
+        None, 'variables of the chat template, as JSON: {"enable_thinking": false}'
+    )
 
     reward_funcs: list[str] = _option([], "names of built-in rewards, module:function, or path/file.py:function")
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
@@ -372,7 +375,8 @@ class TrainArguments:
             ("reward_funcs", a.reward_funcs,
              ("reward_weights", "step_delimiter", "dataset_test_split", "eval_dataset_name",
               "dynamic_sampling")),
-            ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
+            ("dataset_name", not arithmetic,
+             ("prompt_column", "answer_column", "system_prompt", "chat_template_kwargs")),
             ("a schedule with warm-up", arithmetic or a.lr_scheduler_type != "constant", ("warmup_steps",)),
             ("several processes (torchrun, accelerate launch)", num_processes > 1, ("fsdp",)),
         ):  # fmt: skip

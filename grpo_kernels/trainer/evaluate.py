@@ -19,6 +19,7 @@ from .checkpoint import CONFIG, RUN
 from .data import Prompt, check_source, from_json, is_one_split
 from .decoding import choose_decoder
 from .files import read_file, write_json
+from .mismatch import fix_rotary
 from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
@@ -26,7 +27,7 @@ from .rewards.answers import reply, said, text_of
 from .rewards.reading import final_answer, is_same
 from .rewards.scoring import BUILT_IN
 from .rollout import Sampler
-from .run import load_data, make_rewards
+from .run import load_data, longest_row, make_rewards
 from .sampling import eos_ids
 from .tasks import ARITHMETIC
 
@@ -145,14 +146,14 @@ def _scored(totals: Sequence[float]) -> list[float]:
 # Options that stand for those of the run.
 OPTIONS_OF_RUN = (
     "correct_at", "reward_funcs", "temperature", "max_completion_length", "dataset_test_split", "prompt_column",
-    "answer_column", "system_prompt",
+    "answer_column", "system_prompt", "chat_template_kwargs",
 )  # fmt: skip
 # What is read of the options that a run has saved: numbers, and names of data and columns. What is executed is none of
 # it: a reward function of the user's, or the code of a model's repository, comes from the command line alone.
 READ = (
     "dtype", "use_cpu", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split",
-    "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "reward_funcs", "reward_weights",
-    "max_completion_length", "temperature", "top_p", "top_k", "min_p", "correct_at",
+    "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs", "reward_funcs",
+    "reward_weights", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "correct_at",
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
 )  # fmt: skip
 
@@ -255,6 +256,7 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
         raise ValueError("there are no held-out prompts; expected --dataset-name")
+    fix_rotary(lm, longest_row(a, held_out))
     rewards = make_rewards(a, tokenizer, [], held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")

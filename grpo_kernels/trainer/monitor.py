@@ -227,7 +227,8 @@ RULES = {
     "rollout_mismatch": Rule("Rollout mismatch", ("rollout_mismatch/mean",),
         lambda h: h.mean("rollout_mismatch/mean", SOON), 0.036, math.inf,  # of a normal distribution whose KL is 1e-3
         "Log-probabilities of the sampling engine are off by {value:.3g} nats in the mean (threshold {limit:g}).",
-        "Check that the sampling engine has the current weights and the same temperature and precision."),
+        "The check at set-up found no such difference: look for weights that the engine does not get after an update, "
+        "and for rounding that grows with them."),
     "off_policy": Rule("Off-policy samples", EFFECTIVE, effective_sample, 0.3, 0.1,
         "Importance weights leave an effective sample of {value:.0%} (threshold {limit:.0%}).",
         "Check the sampling engine as for rollout_mismatch; where completions are long, weight tokens "

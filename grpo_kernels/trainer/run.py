@@ -40,6 +40,7 @@ from .data import Prompt, fingerprint, load_prompts
 from .decoding import MIB, choose_decoder
 from .files import lock_folder, new_folder, remove_leftovers, write_atomically, write_json
 from .log import RunLog
+from .mismatch import check_sampler, fix_rotary
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
 from .rewards import Rewards
@@ -115,7 +116,9 @@ class Run:
         self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
-        vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None
+        length = longest_row(a, [*self.prompts, *self.held_out])
+        fix_rotary(lm, length)
+        vllm = VLLM(lm.name_or_path if a.use_peft else source, a, lm, length) if a.use_vllm else None
         with advice_on_memory(lambda: "set-up"):
             self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
             self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
@@ -127,12 +130,18 @@ class Run:
             if name is not None:
                 self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
                 self._compare("teacher_model_name_or_path", self.teacher.lm)
+                fix_rotary(self.teacher.lm, length)
             ids = self.prompts[0].ids
             first = Completion(0, self.prompts[0].prompt, ids, {}, ids[-1:], ended=True)
             self._first_inputs = model_inputs([first], a, tokenizer.pad_token_id, self.accelerator.device)
             self._score_a_token()
             if vllm is None:
                 choose_decoder(self.policy, self.ranks, a)
+            self.signals = Signals(self.ranks)
+            self.sampler = Sampler(
+                self.policy, tokenizer, a, ends, self.ranks, self.signals, progress=lambda *_: None, vllm=vllm
+            )
+            check_sampler(self.sampler, [prompt.ids for prompt in self.prompts])
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 self._try_to_save()
@@ -142,10 +151,9 @@ class Run:
                 init_trackers(self.accelerator, a, self.options)
             if self.accelerator.is_main_process:
                 write_json(self.folder / CONFIG, self.options)
-        self.signals = Signals(self.ranks)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
         self.log = RunLog(self.folder, self.accelerator, a)
-        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, vllm)
+        self.sampler.progress = self.log.part
 
     def _compare(self, option: str, frozen: Any) -> None:
         """Raise RunError where what the run takes is not what its checkpoint was written with. frozen: a model, or
@@ -353,6 +361,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
         given.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
         config=a.dataset_config if name == a.dataset_name else None,
         prompt_column=a.prompt_column, answer_column=a.answer_column, system_prompt=a.system_prompt,
+        chat_template_kwargs=a.chat_template_kwargs,
     )  # fmt: skip
     largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
     if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):
@@ -361,6 +370,14 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
             f"embeddings; expected its own tokenizer, or a model after resize_token_embeddings({len(tokenizer)})"
         )
     return prompts[: a.eval_max_prompts] if held_out else prompts
+
+
+def longest_row(a: TrainArguments, prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt and completion, or what the user lets vLLM have."""
+    of_engine = (a.vllm_kwargs or {}).get("max_model_len")
+    if isinstance(of_engine, int) and of_engine > 0:
+        return of_engine
+    return max(len(prompt.ids) for prompt in prompts) + a.max_completion_length
 
 
 def make_rewards(
