@@ -268,8 +268,8 @@ class _Logps(torch.autograd.Function):
         refuse_double_backward("fused_logps" if ctx.teacher is None else "fused_divergence")
         saved = saved_tensors(ctx)
         call = ctx.call._replace(tokens=LogpsTokens(*saved[5 : 5 + len(LogpsTokens._fields)]))
-        wants = ctx.needs_input_grad[:3]
-        return *_compute_gradients(outer, saved[:3], call, saved[3:5], wants, ctx.teacher), None
+        inputs, wants = (saved[0], saved[1], saved[2]), ctx.needs_input_grad[:3]
+        return *_compute_gradients(outer, inputs, call, saved[3:5], wants, ctx.teacher), None
 
 
 def _call_of_operator(

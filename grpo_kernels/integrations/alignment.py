@@ -13,7 +13,15 @@ from torch.nn.modules.module import register_module_forward_hook
 from ..checks.plain import check_plain, check_shape
 from ..logps import fused_logps
 from .lm_head import lm_head_inputs
-from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, position_ids, unwrap_causal_lm
+from .transformers import (
+    CausalLM,
+    forward_inputs,
+    fused_forward,
+    head_logits,
+    own_logits,
+    position_ids,
+    unwrap_causal_lm,
+)
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "completion_ids", "completion_mask")
 
@@ -93,9 +101,9 @@ def check_alignment(
         mistake: distance(_logps(other, ids, temperature))
         for mistake, other in _mistakes(parts, hidden, before_norm, logits, span)
     }
-    note_of_padding, inputs = "", _with_other_mask(parts, inputs)
-    if inputs is not None:
-        other = _logps(own_logits(parts, inputs, keep=0)[0][:, span], ids, temperature)
+    note_of_padding, other_inputs = "", _with_other_mask(parts, inputs)
+    if other_inputs is not None:
+        other = _logps(own_logits(parts, other_inputs, keep=0)[0][:, span], ids, temperature)
         found["a forward without an attention_mask, of prompts that are padded on the left"] = distance(other)
         if attention_mask is None:
             note_of_padding = "; input_ids begins with config.pad_token_id, and batch has no attention_mask"
@@ -119,7 +127,9 @@ def check_alignment(
 
 def _logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """Returns log-probabilities (B, T), from float32 logits of one sequence at a time."""
-    rows = [(z.float() / temperature).log_softmax(-1).gather(-1, i) for z, i in zip(logits, ids[..., None], strict=True)]
+    rows = [
+        (z.float() / temperature).log_softmax(-1).gather(-1, i) for z, i in zip(logits, ids[..., None], strict=True)
+    ]
     return torch.stack(rows).squeeze(-1)
 
 
@@ -152,7 +162,7 @@ def _active_dropout(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if not module.training:
             continue
-        if "dropout" in type(module).__name__.lower() and getattr(module, "p", 0.0):
+        if "dropout" in type(module).__name__.lower() and getattr(module, "p", False):
             return f"{name} (p={module.p:g})"
         for option in ("attention_dropout", "dropout", "dropout_prob", "activation_dropout"):
             p = getattr(module, option, 0.0)
@@ -164,7 +174,11 @@ def _active_dropout(model: nn.Module) -> str:
 def _with_other_mask(parts: CausalLM, inputs: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the arguments of a forward that leaves out the mask of padding on the left, or where there is no mask,
     that has it. None where no prompt begins with padding."""
-    mask, ids, pad = inputs.get("attention_mask"), inputs["input_ids"], getattr(parts.model.config, "pad_token_id", None)
+    mask, ids, pad = (
+        inputs.get("attention_mask"),
+        inputs["input_ids"],
+        getattr(parts.model.config, "pad_token_id", None),
+    )
     others = {name: x for name, x in inputs.items() if name not in ("attention_mask", "position_ids")}
     if mask is not None:
         return None if bool(mask[:, 0].all()) else others

@@ -136,7 +136,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Raises where a class that stands behind this one, or a part of TRL's loss that this one does not call, is
         another than GRPOTrainer's: it would have no effect."""
         parts = {name: getattr(cls, name) for name in _PARTS_OF_LOSS}
-        for name, method in {"_compute_loss": super(FusedGRPOTrainer, cls)._compute_loss, **parts}.items():
+        for name, method in {"_compute_loss": super()._compute_loss, **parts}.items():
             if method is not getattr(GRPOTrainer, name):
                 raise TypeError(
                     f"{cls.__name__} has {method.__qualname__}, which FusedGRPOTrainer does not call: its loss is that "
