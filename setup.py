@@ -1,8 +1,9 @@
 """Builds the compiled kernels with ninja: grpo_kernels/_cpu, and where there is a GPU grpo_kernels/_cuda.
 
 Metadata is in pyproject.toml, the builds are in tools/kernel_build. torch is never imported or needed here: the modules
-take plain addresses, so one build serves every torch version. What cannot be built is named in one sentence, and the
-package installs all the same and uses its other backends.
+take plain addresses, so one build serves every torch version. What cannot be built is named in one sentence, which is
+kept in the package for `grpo-kernels env`, because pip hides it; the package installs all the same and uses its other
+backends.
 
     GRPO_KERNELS_NATIVE=0          compile nothing       GRPO_KERNELS_NATIVE=1   no CPU kernels is an error
     GRPO_KERNELS_CUDA=0            no CUDA kernels       GRPO_KERNELS_CUDA=1     no CUDA kernels is an error;
@@ -14,7 +15,7 @@ package installs all the same and uses its other backends.
     GRPO_KERNELS_CXXFLAGS="..."    extra flags for compiling and linking, e.g. -fsanitize=address
     GRPO_KERNELS_NVRTCFLAGS="..."  extra flags for NVRTC, e.g. -lineinfo
     CXX                            the compiler, default c++ or g++ or clang++
-    GRPO_KERNELS_LOCAL_VERSION     of a wheel: cpu, cu126, ... (tools/wheels.py)
+    GRPO_KERNELS_LOCAL_VERSION     of a wheel: cu128, cu130 (tools/wheels.py)
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from addresses import URLS  # noqa: E402
 from kernel_build import cpu, cuda  # noqa: E402
-from kernel_build.host import HAS_STABLE_ABI, STABLE_ABI, BuildError  # noqa: E402
+from kernel_build.host import BuildError  # noqa: E402
 from links import in_repository, with_addresses  # noqa: E402
 
 CPU, CUDA = "grpo_kernels._cpu", "grpo_kernels._cuda"
@@ -76,6 +77,8 @@ class NinjaBuild(build_ext):
                 raise SystemExit(f"grpo_kernels: {variable}=1, but {error}") from error
             remove_built(target)  # of an earlier build: it would be shipped, or used
             print(f"grpo_kernels: no {what} ({error}); {instead}.", file=sys.stderr, flush=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            reason_file(target).write_text(f"{error}\n", encoding="utf-8")
             return None
 
 
@@ -96,10 +99,16 @@ def replace(target: Path, built: Path) -> None:
 
 
 def remove_built(target: Path, but: Path | None = None) -> None:
-    """Removes this module under whichever name: Python would take one that names its version before the others."""
+    """Removes this module of earlier builds, for whichever Python, and the reason why there was none."""
     for file in target.parent.glob(f"{target.name.split('.')[0]}.*so"):
         if file != but:
             file.unlink()
+    reason_file(target).unlink(missing_ok=True)
+
+
+def reason_file(target: Path) -> Path:
+    """Returns the file that says why there is no such module."""
+    return target.with_name(f"{target.name.split('.')[0]}.missing")
 
 
 def version() -> str:
@@ -120,11 +129,8 @@ if __name__ == "__main__":
         long_description=readme(),
         long_description_content_type="text/markdown",
         project_urls=URLS,
-        ext_modules=[] if PURE else [Extension(name, [], py_limited_api=HAS_STABLE_ABI) for name in (CPU, CUDA)],
+        ext_modules=[] if PURE else [Extension(CPU, []), Extension(CUDA, [])],
         cmdclass={"build": Build, "build_ext": NinjaBuild},
         # one folder per variant: what another build left in build/lib must not get into this wheel
-        options={
-            "build": {"build_base": f"build/wheel-{'pure' if PURE else LOCAL_VERSION or 'local'}"},
-            "bdist_wheel": {"py_limited_api": STABLE_ABI} if HAS_STABLE_ABI else {},
-        },
+        options={"build": {"build_base": f"build/wheel-{'pure' if PURE else LOCAL_VERSION or 'local'}"}},
     )

@@ -26,20 +26,17 @@ void take(Arguments& given, gk::KeptTarget& a) { given.read(a.data, a.dtype, a.r
 
 }  // namespace binding
 
-PyMODINIT_FUNC PyInit__cpu() {
-    using binding::function;
-    static PyMethodDef functions[] = {
-        function<gk::stats>("stats"),
-        function<gk::gradient>("gradient"),
-        function<gk::sparse_gradient>("sparse_gradient"),
-        function<gk::kept_ids>("kept_ids"),
-        function<gk::kept_logits>("kept_logits"),
-        function<gk::kept_dhidden>("kept_dhidden"),
-        function<gk::kept_dweight>("kept_dweight"),
-        function<gk::uses_openmp>("uses_openmp"),
-        function<gk::cpu_isa>("cpu_isa"),
-        function<gk::set_cpu_isa>("set_cpu_isa"),
-        {},
-    };
-    return binding::define_module("_cpu", functions);
+PYBIND11_MODULE(_cpu, m) {
+    using binding::Bound;
+    m.attr("INTERFACE") = gk::kInterface;
+    m.def("stats", Bound<gk::stats>::call);
+    m.def("gradient", Bound<gk::gradient>::call);
+    m.def("sparse_gradient", Bound<gk::sparse_gradient>::call);
+    m.def("kept_ids", Bound<gk::kept_ids>::call);
+    m.def("kept_logits", Bound<gk::kept_logits>::call);
+    m.def("kept_dhidden", Bound<gk::kept_dhidden>::call);
+    m.def("kept_dweight", Bound<gk::kept_dweight>::call);
+    m.def("uses_openmp", gk::uses_openmp);
+    m.def("cpu_isa", gk::cpu_isa);
+    m.def("set_cpu_isa", gk::set_cpu_isa);
 }

@@ -23,24 +23,21 @@ void take(Arguments& given, gk::cuda::ObjectiveArgs& a) {
 
 }  // namespace binding
 
-PyMODINIT_FUNC PyInit__cuda() {
-    using binding::function;
-    static PyMethodDef functions[] = {
-        function<gk::cuda::stats>("stats"),
-        function<gk::cuda::gradient>("gradient"),
-        function<gk::cuda::exponentials>("exponentials"),
-        function<gk::cuda::objective>("objective"),
-        function<gk::cuda::scale>("scale"),
-        function<gk::cuda::has_products>("has_products"),
-        function<gk::cuda::fused_workspace>("fused_workspace"),
-        function<gk::cuda::fused_exponentials>("fused_exponentials"),
-        function<gk::cuda::fused_logp>("fused_logp"),
+PYBIND11_MODULE(_cuda, m) {
+    using binding::Bound;
+    m.attr("INTERFACE") = gk::kInterface;
+    m.def("stats", Bound<gk::cuda::stats>::call);
+    m.def("gradient", Bound<gk::cuda::gradient>::call);
+    m.def("exponentials", Bound<gk::cuda::exponentials>::call);
+    m.def("objective", Bound<gk::cuda::objective>::call);
+    m.def("scale", Bound<gk::cuda::scale>::call);
+    m.def("has_products", gk::cuda::has_products);
+    m.def("fused_workspace", Bound<gk::cuda::fused_workspace>::call);
+    m.def("fused_exponentials", Bound<gk::cuda::fused_exponentials>::call);
+    m.def("fused_logp", Bound<gk::cuda::fused_logp>::call);
 
-        function<gk::cuda::built_for_cuda>("built_for_cuda"),
-        function<gk::cuda::built_architectures>("built_architectures"),
-        function<gk::cuda::driver_cuda>("driver_cuda"),
-        function<gk::cuda::image_for>("image_for"),
-        {},
-    };
-    return binding::define_module("_cuda", functions);
+    m.def("built_for_cuda", gk::cuda::built_for_cuda);
+    m.def("built_architectures", gk::cuda::built_architectures);
+    m.def("driver_cuda", gk::cuda::driver_cuda);
+    m.def("image_for", gk::cuda::image_for);
 }

@@ -36,10 +36,21 @@ WRONG = {
     "too few": (lambda x: x[:5], ValueError, "got 5 arguments, read 5"),
     "too many": (lambda x: [*x, 1], ValueError, "got 34 arguments, read 33"),
     "no address": (lambda x: ["logits", *x[1:]], AttributeError, "data_ptr"),
-    "no integer": (lambda x: [*x[:2], 2.5, *x[3:]], TypeError, "float"),
-    "no number": (lambda x: [*x[:18], "1.0", *x[19:]], TypeError, "str"),
-    "a wide integer": (lambda x: [*x[:-1], 2**70], OverflowError, "too (big|large)"),
-    "a negative address": (lambda x: [-5, *x[1:]], OverflowError, "negative"),
+    "no integer": (lambda x: [*x[:2], 2.5, *x[3:]], TypeError, "argument 3: 2.5 does not fit"),
+    "no number": (lambda x: [*x[:18], "1.0", *x[19:]], TypeError, "argument 19: '1.0' does not fit a C\\+\\+ float"),
+    "a negative address": (lambda x: [-5, *x[1:]], TypeError, "argument 1: -5 does not fit"),
+    "an address of 65 bits": (lambda x: [2**64, *x[1:]], TypeError, f"argument 1: {2**64} does not fit"),
+}
+# Integers that the type of logits (int32), their stride (int64) and the number of threads (int) do not hold.
+BEYOND = {1: (2**31, -(2**31) - 1, 2**63), 2: (2**63, -(2**63) - 1), 32: (2**31, -(2**31) - 1, 2**63)}
+WRONG |= {
+    f"argument {i + 1} is {n}": (
+        lambda x, i=i, n=n: [*x[:i], n, *x[i + 1 :]],
+        TypeError,
+        f"argument {i + 1}: {n} does not fit",
+    )
+    for i, integers in BEYOND.items()
+    for n in integers
 }
 
 
@@ -64,7 +75,7 @@ def test_exceptions_of_cpp_are_python_s():
     with pytest.raises(TypeError):
         _cpu.set_cpu_isa(1)
     assert _cpu.set_cpu_isa("no such set") is False and _cpu.cpu_isa() in ("avx512", "avx2", "baseline")
-    with pytest.raises(ValueError, match="got 1 arguments, read 0"):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
         _cpu.uses_openmp(1)
 
 

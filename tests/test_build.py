@@ -1,14 +1,19 @@
-"""setup.py and tools/: which compiler and which architectures, and what is said where something is missing."""
+"""setup.py, tools/, Makefile, workflows: which compiler and architectures, and what is said of what is missing."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -16,9 +21,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import addresses  # noqa: E402
 import wheels  # noqa: E402
-from kernel_build import cuda  # noqa: E402
+from kernel_build import cuda, host  # noqa: E402
 from kernel_build.cuda import architectures, find_device_compiler  # noqa: E402
-from kernel_build.host import STABLE_ABI, BuildError  # noqa: E402
+from kernel_build.host import BuildError  # noqa: E402
+from kernel_build.nvrtc import Nvrtc  # noqa: E402
 
 import setup  # noqa: E402
 
@@ -131,8 +137,38 @@ def test_no_nvrtc(bare, monkeypatch):
     with pytest.raises(BuildError, match=r"GRPO_KERNELS_NVRTC=.*: no NVRTC with headers in it"):
         find_device_compiler()
     monkeypatch.undo()
-    with pytest.raises(BuildError, match=r"libnvrtc\.so\.13 cannot be used"):
-        cuda.Compiler(*fake_nvrtc(bare, "lib/libnvrtc.so.13", "include"))
+
+
+def test_an_unusable_nvrtc_gives_way_to_the_next_place(bare, monkeypatch, capsys):
+    monkeypatch.undo()
+    toolkit, packages = bare / "toolkit", bare / "packages"
+    broken, _ = fake_nvrtc(toolkit, "lib64/libnvrtc.so.12", "include")
+    monkeypatch.delenv("GRPO_KERNELS_NVRTC", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setattr(cuda, "site", SimpleNamespace(getusersitepackages=lambda: None))
+    monkeypatch.setattr(cuda.sysconfig, "get_path", lambda name: None)
+    monkeypatch.setattr(sys, "path", [str(packages), *sys.path])
+    monkeypatch.setattr(cuda, "Nvrtc", lambda library: UsableNvrtc() if packages in library.parents else Nvrtc(library))
+    usable, _ = fake_nvrtc(packages, "nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cu13/include")
+    assert find_device_compiler().library == usable
+    assert f"grpo_kernels: {broken} cannot be used: " in capsys.readouterr().err
+
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(
+        BuildError, match=f"no NVRTC found; {broken} cannot be used: .*; every CUDA build of torch has it"
+    ):
+        find_device_compiler()
+    monkeypatch.setenv("GRPO_KERNELS_NVRTC", str(toolkit))  # what is asked for by name is not replaced
+    with pytest.raises(BuildError, match=f"{broken} cannot be used"):
+        find_device_compiler()
+
+
+class UsableNvrtc:
+    def version(self) -> tuple[int, int]:
+        return 13, 0
+
+    def capabilities(self) -> list[int]:
+        return [80, 90]
 
 
 def test_a_build_in_isolation_asks_for_nvrtc_where_cuda_kernels_are_wanted(bare, monkeypatch):
@@ -154,7 +190,7 @@ def test_one_range_of_pythons():
     project = (ROOT / "pyproject.toml").read_text()
     promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     assert tuple(promised) == wheels.PYTHONS
-    assert f'requires-python = ">={promised[0]}"' in project and f"cp{promised[0].replace('.', '')}" == STABLE_ABI
+    assert f'requires-python = ">={promised[0]}"' in project
     makefile = (ROOT / "Makefile").read_text()
     assert f"PYTHON ?= python3 {' '.join(f'python{version}' for version in reversed(promised))}\n" in makefile
     assert f"No Python {promised[0]} to {promised[-1]}$(WITH) among" in makefile
@@ -215,7 +251,7 @@ def earlier_modules(folder: Path) -> list[Path]:
 
 
 def test_a_module_replaces_those_of_other_names(tmp_path):
-    """Python takes _cpu.cpython-311-x86_64-linux-gnu.so before _cpu.abi3.so: that of an earlier build would hide it."""
+    """One that an earlier version or another Python left would be shipped, or imported where there is none."""
     old, kept, *cuda_files = earlier_modules(tmp_path / "grpo_kernels")
     (tmp_path / "built.so").write_text("of this build")
     setup.replace(kept, tmp_path / "built.so")
@@ -234,9 +270,120 @@ def test_what_cannot_be_built_is_said_and_removed(tmp_path):
     )
     assert cuda_line.startswith("grpo_kernels: no CUDA kernels (GRPO_KERNELS_NVRTC=/nowhere: no NVRTC with headers in ")
     assert cuda_line.endswith("); GPUs will use Triton or torch.")
+    reasons = {file.name: file.read_text() for file in (tmp_path / "grpo_kernels").glob("*.missing")}
+    assert (
+        reasons["_cpu.missing"] == "CXX=no-such-compiler: no such program\n" and "/nowhere" in reasons["_cuda.missing"]
+    )
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_CUDA="1", **missing)
     assert done.returncode == 1 and "GRPO_KERNELS_CUDA=1, but GRPO_KERNELS_NVRTC=/nowhere: " in done.stderr
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_NATIVE="1", **missing)
     assert done.returncode == 1 and "GRPO_KERNELS_NATIVE=1, but CXX=no-such-compiler" in done.stderr
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_NATIVE="0")
     assert done.returncode == 0 and "no CUDA kernels (GRPO_KERNELS_NATIVE=0)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("paths", "absent", "said"),
+    [
+        (
+            "/nowhere",
+            None,
+            r"Python.h of Python 3\.\d+ is not in /nowhere; Debian and Ubuntu have it in python3\.\d+-dev",
+        ),
+        (None, "pybind11", "pybind11 is missing: pip install pybind11"),
+    ],
+)
+def test_what_a_binding_needs_is_named(monkeypatch, paths, absent, said):
+    if paths:
+        monkeypatch.setattr(host.sysconfig, "get_paths", lambda: {"include": paths})
+    if absent:
+        monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(BuildError, match=said):
+        host.python_flags()
+
+
+# --- wheels and their release -----------------------------------------------------------------------------------------
+
+
+def test_a_wheel_is_for_one_python_and_its_version_may_be_a_candidate(tmp_path):
+    name = "grpo_kernels-0.1.0rc1+cu130-cp312-cp312-manylinux_2_28_aarch64.whl"
+    with zipfile.ZipFile(tmp_path / name, "w") as file:
+        for module in ("_cpu", "_cuda"):
+            file.writestr(f"grpo_kernels/{module}.cpython-312-aarch64-linux-gnu.so", "")
+    wheel = wheels.Wheel("cu130", "3.12", "aarch64", tmp_path / name)
+    assert wheels.wrong_contents(wheel, "0.1.0rc1") == []
+    (problem,) = wheels.wrong_contents(wheel, "0.1.0")
+    assert problem == f"has another name than {name.replace('rc1', '')}"
+    problems = wheels.wrong_contents(wheel._replace(python="3.13"), "0.1.0rc1")
+    assert len(problems) == 2 and "cpython-313-aarch64-linux-gnu.so" in problems[1]
+
+
+def test_two_builds_of_a_commit_give_the_same_bytes(tmp_path):
+    """Where the time of the commit is that of the files."""
+    built = []
+    for number in range(2):
+        source = tmp_path / f"source{number}"
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "grpo_kernels", "tools"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            source.mkdir(exist_ok=True)
+            copy(ROOT / name, source / name)
+            os.utime(source / name, (number, 10**9 + 10**6 * number))
+        command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", source]
+        settings = {"GRPO_KERNELS_NATIVE": "0", "SOURCE_DATE_EPOCH": wheels.commit_date()}
+        subprocess.run([*command, "--wheel-dir", tmp_path / str(number)], env={**os.environ, **settings}, check=True)
+        (wheel,) = (tmp_path / str(number)).iterdir()
+        built.append(wheel.read_bytes())
+    assert built[0] == built[1]
+
+
+def test_triton_is_left_to_torch():
+    """That of a torch for ROCm is another package with the same folder, which triton's would be written over."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [
+        *project["dependencies"],
+        *(item for extra in ("train", "trl", "dev") for item in project["optional-dependencies"][extra]),
+    ]
+    assert not [item for item in needed if "triton" in item]
+
+
+def test_actions_are_pinned_and_a_release_may_run_again():
+    used = [x for file in (ROOT / ".github/workflows").iterdir() for x in re.findall(r"uses: *(.+)", file.read_text())]
+    assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+.*", each) for each in used), used
+    jobs = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())["jobs"]
+    assert jobs["release"]["needs"] == "wheels" and jobs["pypi"]["needs"] == "release"
+    assert jobs["pypi"]["steps"][-1]["with"]["skip-existing"] is True
+    commands = "\n".join(step.get("run", "") for step in jobs["release"]["steps"])
+    assert "gh release view" in commands and "--clobber" in commands and "git diff --cached --quiet ||" in commands
+
+
+# --- make -------------------------------------------------------------------------------------------------------------
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_demo_installs_no_tools_of_developers(tmp_path):
+    said = make("-n", "demo-chat", f"VENV={tmp_path}/new").stdout
+    assert '-e ".[train,build]"' in said and "[dev]" not in said and "[peers]" not in said
+    assert '-e ".[dev]"' in make("-n", "test", f"VENV={tmp_path}/new").stdout
+
+
+def test_torch_for_cpus_comes_from_an_index_of_its_own(tmp_path):
+    new = f"VENV={tmp_path}/new"
+    said = make("-n", "demo", "TORCH=cpu", "TORCH_INDEX=https://index.example/cpu", new).stdout
+    torch_, package = said.index("--index-url https://index.example/cpu torch\n"), said.index('-e ".[train,build]"')
+    assert torch_ < package  # which finds a torch, and takes none from PyPI
+    assert "-m venv .venv-cpu:" in make("-n", "demo", "TORCH=cpu").stdout or (ROOT / ".venv-cpu").exists()
+    assert "--index-url" not in make("-n", "demo", new).stdout
+
+
+def test_a_python_without_venv_is_passed_over_and_said(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.modules[\'ensurepip\'] = None; exec(sys.argv[1])" "$2"\n'
+    )
+    python.chmod(0o755)
+    done = make(f"{tmp_path}/new/.created", f"VENV={tmp_path}/new", f"PYTHON={python}")
+    assert done.returncode != 0 and "venv and ensurepip are missing, which are python3-venv of Debian" in done.stderr
+    assert not (tmp_path / "new").exists()

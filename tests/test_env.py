@@ -22,6 +22,7 @@ from grpo_kernels import kernels as backends
 from grpo_kernels.commands import check, env
 from grpo_kernels.commands.cli import main
 from grpo_kernels.config import AGGREGATIONS, KL_ESTIMATORS, SURROGATE_RULES
+from grpo_kernels.kernels.compiled import base
 from grpo_kernels.kernels.torch.backend import TORCH
 
 
@@ -109,6 +110,17 @@ def test_without_numpy_and_transformers_a_report_is_written_and_torch_is_quiet(t
     code = f"{blocked} from grpo_kernels.commands.cli import main; sys.exit(main(['report', {str(tmp_path)!r}]))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (found.returncode, found.stderr, found.stdout) == (0, "", f"{tmp_path / 'report.html'}\n")
+
+
+def test_why_the_cpu_kernels_were_not_built(machine, tmp_path):
+    """What the build said: pip shows nothing of it."""
+    (tmp_path / "_cpu.missing").write_text("Python.h is not in /usr/include\n")
+    machine.patch.setattr(base, "PACKAGE", tmp_path)
+    machine.patch.setitem(sys.modules, "grpo_kernels._cpu", None)
+    machine.patch.delattr(gk, "_cpu", raising=False)
+    forget()
+    text = env.render(env.collect())
+    assert "not 'cpu': the compiled CPU kernels cannot be used: Python.h is not in /usr/include\n" in text
 
 
 def test_ctrl_c_is_a_sentence_and_a_closed_pipe_is_quiet(monkeypatch, capfd):

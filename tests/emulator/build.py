@@ -16,6 +16,8 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pybind11
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOLDER = ROOT / "build" / "emulator"
@@ -28,7 +30,8 @@ SANITIZED = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recove
 def build_module(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = OPTIMISED) -> Path:
     """The Python module grpo_kernels._cuda, from this copy of csrc and python/, over the emulated GPU."""
     binding = ROOT / "python" / "cuda_module.cpp"
-    include = [f"-isystem{sysconfig.get_path('include')}", f"-I{binding.parent}"]
+    headers = (sysconfig.get_path("include"), pybind11.get_include())
+    include = [*(f"-isystem{folder}" for folder in headers), f"-I{binding.parent}"]
     name = "_cuda" + sysconfig.get_config_var("EXT_SUFFIX")
     return build([binding], csrc, [*flags, "-fvisibility=hidden", *include], name, ["-shared"])
 

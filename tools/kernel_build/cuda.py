@@ -37,7 +37,6 @@ NVRTC_FLAGS = ("--std=c++17", "-default-device")
 LIBRARIES = ("nvidia/cu*/lib", "nvidia/cuda_nvrtc/lib", "lib64", "lib", "targets/*/lib")
 # pip's packages for each CUDA version: the compiler, and the headers that kernels include.
 PACKAGES = {
-    "cu126": ("nvidia-cuda-nvrtc-cu12==12.6.85", "nvidia-cuda-runtime-cu12==12.6.77"),
     "cu128": ("nvidia-cuda-nvrtc-cu12==12.8.93", "nvidia-cuda-runtime-cu12==12.8.90"),
     "cu130": ("nvidia-cuda-nvrtc==13.0.88", "nvidia-cuda-runtime==13.0.96"),
 }
@@ -71,10 +70,15 @@ def find_device_compiler() -> Compiler:
     named = (os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH"))
     # pip takes site-packages from sys.path while it builds in isolation, with packages of its own there instead.
     packages = (*sys.path, *(sysconfig.get_path(name) for name in ("purelib", "platlib")), site.getusersitepackages())
-    for place in dict.fromkeys((*named, *packages, "/usr/local/cuda")):
-        if place and (found := compiler_in(Path(place).resolve())):
-            return found
-    raise BuildError(f"no NVRTC found; {how_to_install()}")
+    unusable = []
+    for place in filter(None, dict.fromkeys((*named, *packages, "/usr/local/cuda"))):
+        try:
+            if found := compiler_in(Path(place).resolve()):
+                return found
+        except BuildError as error:
+            print(f"grpo_kernels: {error}; looking elsewhere", file=sys.stderr, flush=True)
+            unusable.append(f"{error}; ")
+    raise BuildError(f"no NVRTC found; {''.join(unusable)}{how_to_install()}")
 
 
 def compiler_in(folder: Path) -> Compiler | None:

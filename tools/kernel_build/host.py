@@ -15,11 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 EXPORTS = Path(__file__).with_name("exports.map")
 
-# The bindings use the stable ABI of the oldest Python that pyproject.toml allows: a module serves it and later ones.
-# A free-threaded Python before 3.15 has none, and gets a module of its own.
-STABLE_ABI = "cp311"
-HAS_STABLE_ABI = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
-
 # A multiply may fuse with an add; apart from that every operation rounds as written. No -ffast-math: NaN and infinity
 # mean something here. -Wno-psabi: vectors are passed between inlined functions only.
 CXX_FLAGS = shlex.split(
@@ -124,7 +119,7 @@ class HostModule:
         self.objects.append(self.ninja.build(target, "compile", [source], implicit, extra=shell(extra)))
 
     def add_binding(self, source: Path) -> None:
-        """The one file that includes Python's headers."""
+        """The one file that is compiled for each Python."""
         self.add(source, [*python_flags(), f"-I{ROOT / 'csrc'}"], name=f"{source.stem}.{sys.implementation.cache_tag}")
 
     def link(self, name: str | Path, libraries: Iterable[str] = (), *, rule: str = "link") -> Path:
@@ -133,9 +128,18 @@ class HostModule:
 
 
 def python_flags() -> list[str]:
-    """Where Python's headers are, and what of them may be used."""
-    limited = [f"-DPy_LIMITED_API=0x03{int(STABLE_ABI[3:]):02x}0000"] if HAS_STABLE_ABI else []
-    return [*limited, "-isystem", sysconfig.get_paths()["include"]]
+    """Where the headers of Python and of pybind11 are, without the latter's checks of Python's lock at every count."""
+    python = Path(sysconfig.get_paths()["include"])
+    if not (python / "Python.h").exists():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise BuildError(
+            f"Python.h of Python {version} is not in {python}; Debian and Ubuntu have it in python{version}-dev"
+        )
+    try:
+        import pybind11
+    except ImportError:
+        raise BuildError("pybind11 is missing: pip install pybind11") from None
+    return ["-DNDEBUG", "-isystem", str(python), "-isystem", pybind11.get_include()]
 
 
 def shell(arguments: Iterable[str]) -> str:

@@ -3,6 +3,7 @@ addresses."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..operations import LogitChunk
 
+PACKAGE = Path(__file__).parents[2]
 INTERFACE = 18  # csrc/layout.h has the same numbers
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -19,6 +21,12 @@ def version_problem(module: ModuleType, kind: str) -> str:
     if getattr(module, "INTERFACE", None) == INTERFACE:
         return ""
     return f"the compiled {kind} kernels are of another version: build again, pip install -e . or make test"
+
+
+def why_not_built(name: str) -> str:
+    """Returns what setup.py said when it did not build this module, or nothing."""
+    reason = PACKAGE / f"{name}.missing"
+    return reason.read_text(encoding="utf-8").strip() if reason.exists() else ""
 
 
 def matrix(x: Tensor | None) -> tuple[Tensor | None, int, int]:

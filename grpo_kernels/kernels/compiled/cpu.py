@@ -23,7 +23,7 @@ from ..operations import (
     contiguous_rows,
 )
 from ..torch.backend import TORCH
-from .base import matrix, row_arguments, version_problem
+from .base import matrix, row_arguments, version_problem, why_not_built
 
 
 class CpuKernels:
@@ -138,5 +138,5 @@ def compiled_module() -> tuple[ModuleType | None, str]:
             return None, problem
         choose_isa(_cpu)
     except (ImportError, ValueError) as error:
-        return None, f"the compiled CPU kernels cannot be used: {error}"
+        return None, f"the compiled CPU kernels cannot be used: {why_not_built('_cpu') or error}"
     return _cpu, ""

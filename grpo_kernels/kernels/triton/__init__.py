@@ -38,7 +38,7 @@ def why_unusable() -> str:
     try:
         import triton
     except ImportError as error:
-        return f"Triton cannot be imported: {error}"
+        return f"Triton cannot be imported: {error}; torch's builds for GPUs bring it, those for CPUs do not"
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
         wanted = ".".join(map(str, OLDEST_TRITON))
         return f"Triton {triton.__version__} is older than {wanted}, which comes with torch 2.8"
