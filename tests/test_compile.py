@@ -356,16 +356,18 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     return {
         "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, True, sparse, name, None, wants, ""),
         "grpo_loss, a teacher": (hidden, weight, bias, taught, 2, True, distils, name, None, wants, key_of_teacher),
-        "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None, 0, *none),
-        "logps, K ids": (hidden, weight, bias, of_k, numbers, True, name, None, 0, *none),
-        "logps, the likeliest": (*plain, [batch.ids, *of_k[1:]], numbers, False, name, None, 3, *none),
+        "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None, None, 0, *none),
+        "logps, K ids": (hidden, weight, bias, of_k, numbers, True, name, None, None, 0, *none),
+        "logps, the likeliest": (*plain, [batch.ids, *of_k[1:]], numbers, False, name, None, None, 3, *none),
         "logps, a teacher": (
-            hidden, weight, bias, of_divergence, numbers, False, name, None, 0, key_of_teacher, distils
+            hidden, weight, bias, of_divergence, numbers, False, name, None, None, 0, key_of_teacher, distils
         ),
-        "logps_backward": (grads, plain, of_tokens, stats, numbers, name, None, *none, wants),
-        "logps_backward, K ids": ([of_k[0].to(wide), grads[1]], plain, of_k, stats, numbers, name, None, *none, wants),
+        "logps_backward": (grads, plain, of_tokens, stats, numbers, name, None, None, *none, wants),
+        "logps_backward, K ids": (
+            [of_k[0].to(wide), grads[1]], plain, of_k, stats, numbers, name, None, None, *none, wants
+        ),
         "logps_backward, a teacher": (
-            [*grads, grads[0]], plain, of_divergence, stats, numbers, name, None, key_of_teacher, distils, wants
+            [*grads, grads[0]], plain, of_divergence, stats, numbers, name, None, None, key_of_teacher, distils, wants
         ),
         "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, True, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, 0, "group", "mean", 1, 1e-4, True),
@@ -383,9 +385,9 @@ OPERATORS = {
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_opcheck_of_a_fused_loss(backend):
     """The operator returns sums, not a record, where the backend has the loss in one launch."""
-    hidden, weight, bias, tokens, groups, _, _, *rest = samples(torch.float32)["grpo_loss"]
+    hidden, weight, bias, tokens, groups, per_sequence, _, _, *rest = samples(torch.float32)["grpo_loss"]
     tokens[-2:] = None, None  # of a sampling mask, which is slow in the interpreter
-    arguments = hidden, weight, bias, tokens, groups, gk.GRPOConfig(beta=0.1).key, backend, *rest
+    arguments = hidden, weight, bias, tokens, groups, per_sequence, gk.GRPOConfig(beta=0.1).key, backend, *rest
     torch.library.opcheck(loss_op.grpo_loss, arguments)
     found = loss_op.grpo_loss(*(x.detach() for x in arguments[:3]), *arguments[3:])[3]
     assert found.shape == ((4 + 2 + 1) * len(COLUMNS) + 3,)

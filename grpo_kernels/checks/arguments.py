@@ -71,8 +71,10 @@ def products_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
 
 def check_logits_dtype(logits_dtype: object, dtype: torch.dtype) -> None:
     """Raises unless logits have the type of the products, or float32 from products of 16 bits; None: the default."""
+    if logits_dtype is None:
+        return
     allowed = (dtype, torch.promote_types(dtype, torch.float32))
-    if logits_dtype is not None and logits_dtype not in allowed:
+    if logits_dtype not in allowed:
         names = " or ".join(sorted({str(x) for x in allowed}))
         raise ValueError(f"logits_dtype={logits_dtype} with {dtype} inputs; expected {names}")
 
