@@ -553,7 +553,7 @@ def test_a_cap_below_the_clip_range_computes_with_a_warning():
         UserWarning, match=r"delta=1.1 is below 1 \+ epsilon_high with epsilon_high=0.2: epsilon_high has no"
     ):
         config = gk.GRPOConfig(delta=1.1)
-    ratio, advantages = torch.tensor([[0.7, 1.05, 1.15, 1.5]] * 2), torch.tensor([1.0, -1.0])
+    ratio, advantages = torch.tensor([[0.7, 1.05, 1.15, 1.5]] * 2).double(), torch.tensor([1.0, -1.0]).double()
     logps = (ratio.log() - 1).requires_grad_()
     out = gk.grpo_loss_from_logps(logps, advantages, old_logps=torch.full((2, 4), -1.0), config=config)
     (slope,) = torch.autograd.grad(out.loss, logps)

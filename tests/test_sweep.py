@@ -61,7 +61,8 @@ TENSORS = gk.GRPOConfig(
 )
 CHANGES: dict[str, list[Given]] = {
     "fused_grpo_loss": [
-        *({"config": config} for config in CONFIGS.values()),
+        *({"config": config} for config in CONFIGS.values() if config.aggregation != "seq_mean"),
+        *(dict(config=config, entropy_normalizer=41) for config in CONFIGS.values() if config.aggregation == "seq_mean"),
         *(dict(normalizer=x) for x in (17, torch.tensor(17))),
         dict(normalizer=None, num_items_in_batch=41),
     ],
