@@ -25,6 +25,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -38,6 +39,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from addresses import URLS  # noqa: E402
 from kernel_build import cpu, cuda  # noqa: E402
 from kernel_build.host import BuildError  # noqa: E402
+from links import in_repository, with_addresses  # noqa: E402
 
 CPU, CUDA = "grpo_kernels._cpu", "grpo_kernels._cuda"
 PURE = os.environ.get("GRPO_KERNELS_NATIVE") == "0"
@@ -116,9 +118,17 @@ def version() -> str:
     return f"{public}+{LOCAL_VERSION}" if LOCAL_VERSION else public
 
 
+def readme() -> str:
+    """Returns README.md for PyPI, where relative links lead nowhere."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return with_addresses(text, partial(in_repository, URLS.get("Repository", "")))
+
+
 if __name__ == "__main__":
     setup(
         version=version(),
+        long_description=readme(),
+        long_description_content_type="text/markdown",
         project_urls=URLS,
         ext_modules=[] if PURE else [Extension(CPU, []), Extension(CUDA, [])],
         cmdclass={"build": Build, "build_ext": NinjaBuild},

@@ -3,7 +3,7 @@
 //
 //     u = logit + bias
 //     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
-//     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
+//     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S, -log1p(S - 1) at z_id = m
 //     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
 //     dz_j = dlogp (1[j = id] - p_j) - dentropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
 //
@@ -72,6 +72,27 @@ GK_HD Statistics make_statistics(const Sums<double>& sums, const ExactScales& sc
     return result;
 }
 
+// From the sums over all other ids, which would be lost beside the sampled id's where p is near 1: it is added last,
+// and where it is the largest, log S = log1p(sum of the others).
+GK_HD Statistics add_sampled(const Sums<double>& others, const ExactScales& scales, const Sampled& sampled) {
+    if (sampled.column < 0 || sampled.y == -INFINITY) return make_statistics(others, scales, sampled);
+    const double ahead = (sampled.y - others.top) * scales.to_z;  // of the largest other
+    if (!(ahead > 0.0)) {
+        const double e = exp(ahead), moment = e > 0.0 ? e * (ahead / kLn2) : 0.0;
+        return make_statistics({others.top, others.exps + e, others.moment + moment}, scales, sampled);
+    }
+    const double fall = exp(-ahead), rest = others.exps * fall, log_sum = log1p(rest);
+    const double moment = fall > 0.0 ? fall * (kLn2 * others.moment - ahead * others.exps) : 0.0;
+    Statistics result;
+    result.top = static_cast<float>(sampled.y);
+    const double rounded = (sampled.y - result.top) * scales.to_z;  // NaN for an infinite logit, as all else is then
+    result.log_sum = rounded + log_sum;
+    result.lse = result.top * scales.to_z + result.log_sum;
+    result.entropy = static_cast<float>(result.log_sum - rounded - moment / (1.0 + rest));
+    result.logp = static_cast<float>(rounded - result.log_sum);
+    return result;
+}
+
 GK_HD void write_statistics(const RowArgs& args, int64_t token, const Statistics& found) {
     args.logp[token] = found.logp;
     args.lse[token] = found.lse;
@@ -104,7 +125,7 @@ GK_HD GradientTerms make_terms(const Shift& of, const ExactScales& scales, const
     GradientTerms terms = {static_cast<float>(probability_scale * at_log_p_zero),
                            static_cast<float>(probability_scale * dentropy * kLn2), 0.0};
     if (sampled.column < 0) return terms;
-    // 1 - p from expm1: exact where p is close to 1
+    // 1 - p from expm1: log p has the others' sum to all its digits, see add_sampled
     const double log_p = (sampled.y - of.top) * scales.to_z - of.log_sum;
     terms.du_id = -dlogp * expm1(log_p);
     if (linear && log_p > -1e30) terms.du_id -= dentropy * exp(log_p) * (log_p + entropy);

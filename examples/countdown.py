@@ -2,7 +2,7 @@
 
 python examples/countdown.py countdown.jsonl
 PYTHONPATH=examples grpo-kernels train --model-name-or-path MODEL --dataset-name countdown.jsonl \
-    --reward-funcs countdown:solved --reward-timeout 10
+    --reward-funcs countdown:solved
 """
 
 import json

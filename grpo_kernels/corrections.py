@@ -11,12 +11,14 @@ from torch import Tensor, distributed
 
 from .checks.arguments import (
     check_float,
-    check_numbers,
     check_offsets,
     check_tensor,
-    check_token_tensor,
     checks_values,
     num_sequences_of,
+)
+from .checks.tokens import (
+    check_argument,
+    check_token_tensor,
 )
 from .config import check_flag, check_number, check_one_of
 from .head.vocab_parallel import check_group
@@ -171,7 +173,7 @@ def check_rejections(options: object, name: str = "options") -> dict[str, tuple[
             expected = "a pair of ratios (low, high)" if has_pair else "one number, the upper bound"
             raise ValueError(f"{where}={given!r}; expected {expected}")
         numbers = [check_number(where, x, above=0.0) for x in (given if has_pair else [given])]
-        if numbers != sorted(numbers):
+        if numbers[0] > numbers[-1]:
             raise ValueError(f"{where}={given!r}; expected low <= high")
         found[key] = (math.log(numbers[0]), math.log(numbers[1])) if has_pair else (-math.inf, numbers[0])
     return found
@@ -189,5 +191,6 @@ def _check_logps(
     check_offsets(cu_seqlens, old_logps.numel())
     mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
     if checks_values(old_logps.device):
-        check_numbers("old_logps", old_logps, mask)
+        for name, x in (("old_logps", old_logps), ("rollout_logps", rollout_logps)):
+            check_argument(name, x, mask)
     return sequences_of(old_logps.shape, cu_seqlens, old_logps.device), mask.reshape(-1)

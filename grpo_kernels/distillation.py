@@ -132,22 +132,26 @@ def fused_divergence(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     lm_head_bias: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     vocab_parallel_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Returns the divergence of each token, (B, T) or (N,) float32 (float64 from float64) nats, 0 at masked positions,
     for losses of one's own. Differentiable: the backward computes the logits again, which `fused_distillation_loss`
-    does not; under torch.compile the whole forward. Arguments as there; temperature may be a number, or one value per
-    token or sequence."""
+    does not; under torch.compile the whole forward. Arguments as there, logits_dtype among them; temperature may be a
+    number, or one value per token or sequence."""
     name, group = "fused_divergence", vocab_parallel_group
     if group is not None:
         check_group(group)
     with nullcontext() if group is None else broadcast_failure(group, hidden):
-        config = GRPOConfig(distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta)
+        config = GRPOConfig(
+            distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta, logits_dtype=logits_dtype
+        )
         ids = _some_ids(name, hidden, full_weight(lm_head_bias) if group is None else None)
     weight, bias, call = checked_call(
         name, (hidden, lm_head_weight, lm_head_bias), group, ids, completion_mask,
         (temperature, logit_scale, logit_softcap), backend, teacher=teacher, divergence=config,
+        logits_dtype=logits_dtype,
     )  # fmt: skip
     return cast(Tensor, logps_from_hidden(hidden, weight, bias, call)[2])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,15 +13,22 @@ from torch import Tensor
 from .checks.arguments import (
     check_config,
     check_lm_head,
+    check_logits_dtype,
+    check_offsets,
     check_scalar,
     check_tensor,
-    check_token_tensor,
     checks_values,
     num_sequences_of,
     refuse_transforms,
-    temperature_per_token,
 )
 from .checks.plain import check_plain, check_shape
+from .checks.tokens import (
+    TOKEN_ARGUMENTS,
+    TokenLayout,
+    check_token_values,
+    mask_per_token,
+    per_token,
+)
 from .config import (
     DEFAULT_CONFIG,
     GRPOConfig,
@@ -41,7 +48,7 @@ from .rewards import check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .teacher import Teacher, TopKTeacher, check_teacher, is_whole
 
-_PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps", "token_weights")
+_PER_TOKEN = ("old_logps", "ref_logps", "rollout_weights", "rollout_logps", "token_weights")
 _SCALARS = ("normalizer", "num_items_in_batch", "entropy_normalizer")
 
 
@@ -98,14 +105,14 @@ def check_loss_inputs(
     sampling_mask: SamplingMask | None,
     options: LossOptions,
     config: GRPOConfig,
-    per_token: Tensor,
+    like: Tensor,
     input_name: str,
     dtype: torch.dtype,
     *,
     reads_logits: bool = True,
     teacher: Teacher | TopKTeacher | None = None,
 ) -> Batch:
-    """Checks the options against `per_token`, a tensor of the shape (B, T) or (N,), and returns the batch.
+    """Checks the options against `like`, a tensor of the shape (B, T) or (N,), and returns the batch.
 
     `input_name` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
@@ -114,23 +121,23 @@ def check_loss_inputs(
         raise ValueError(f"distill_coef={config.distill_coef} has no effect without a teacher, which is not given here")
     # The ids of a TopKTeacher that are the mask's stand in rows of their own, as the logits of a Teacher do.
     has_rows = teacher is not None and (is_whole(teacher) or sampling_mask is not None)
-    backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype, has_teacher=has_rows)
+    device, shape, cu_seqlens = like.device, like.shape, options.get("cu_seqlens")
+    backend = choose_backend(options.get("backend", "auto"), device, dtype, has_teacher=has_rows)
     if sampling_mask is not None:
-        check_sampling_mask(sampling_mask, per_token.shape, per_token)
-    cu_seqlens, mask = options.get("cu_seqlens"), options.get("completion_mask")
-    num_sequences = num_sequences_of(per_token, cu_seqlens, input_name)
-    _check_tensors(advantages, options, num_sequences, per_token)
-    _check_combinations(options, config)
-    temperature = None
+        check_sampling_mask(sampling_mask, shape, like)
+    num_sequences = num_sequences_of(like, cu_seqlens, input_name)
+    check_offsets(cu_seqlens, shape[0])
+    layout = TokenLayout(shape, num_sequences, cu_seqlens, like, table_dtype(dtype))
+    given: dict[str, Any] = {name: options.get(name) for name in _PER_TOKEN}
+    given["completion_mask"] = mask = mask_per_token(options.get("completion_mask"), shape, like)
     if reads_logits and isinstance(config.temperature, Tensor):
-        temperature = temperature_per_token(config.temperature, per_token.shape, num_sequences, per_token, cu_seqlens)
-        temperature = temperature.to(per_token.device)
-    device = per_token.device
-    given: dict[str, Any] = {}
+        given["temperature"] = config.temperature
+    _check_advantages(advantages, options.get("rewards"), num_sequences, like)
+    _check_combinations(options, config)
     for name in (*_SCALARS, "entropy_threshold", "entropy_coef"):
         x = options.get(name) if name in _SCALARS else getattr(config, name)
         if x is not None and (name in _SCALARS or isinstance(x, Tensor)):
-            given[name] = check_scalar(name, x, device, table_dtype(dtype))
+            given[name] = check_scalar(name, x, device, layout.dtype)
     if "num_items_in_batch" in given:
         _check_num_items(options["num_items_in_batch"], mask, device)
         given["normalizer"] = given.pop("num_items_in_batch")
@@ -139,58 +146,66 @@ def check_loss_inputs(
     num_generations, group_ids = options.get("num_generations"), options.get("group_ids")
     rewards = options.get("rewards")
     if num_generations is not None or group_ids is not None or rewards is not None:
-        groups = resolve_groups(num_sequences, num_generations, group_ids, per_token)
+        groups = resolve_groups(num_sequences, num_generations, group_ids, like)
     if isinstance(rewards, Tensor) and groups is not None:
-        lengths = _lengths(mask, cu_seqlens, per_token) if config.advantage_baseline == "length_weighted" else None
+        lengths = _lengths(mask, cu_seqlens, like) if config.advantage_baseline == "length_weighted" else None
         advantages, *moments = group_statistics(
             rewards, groups, scale=config.advantage_scale, baseline=config.advantage_baseline,
             ddof=config.advantage_ddof, eps=config.advantage_eps, nan_is_no_verdict=False, lengths=lengths,
         )  # fmt: skip
         if cu_seqlens is not None:
             advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
-    for name in _PER_TOKEN:
-        given[name] = options.get(name)
-    tokens = TokenInputs(
-        advantages=cast(Tensor, advantages),
+    given["advantages"] = advantages
+    inputs = TokenInputs(
         cu_seqlens=cu_seqlens,
-        temperature=temperature,
         group_index=None if groups is None else groups.index,
         kept_ids=None if sampling_mask is None else sampling_mask.ids,
         kept_counts=None if sampling_mask is None else sampling_mask.counts,
         **given,
     )
+    expanded = {name: per_token(name, given[name], layout) for name in TOKEN_ARGUMENTS if given.get(name) is not None}
+    check_token_values(inputs)
+    per_sequence = all(x is None or x.shape != shape for x in (advantages, inputs.rollout_weights))
     count = 0 if groups is None else groups.count
-    return Batch(tokens, config, backend, per_token.shape, num_sequences, count, moments)
+    return Batch(
+        inputs._replace(**expanded), config, backend, shape, num_sequences, count, moments, per_sequence, advantages
+    )
 
 
-def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequences: int, per_token: Tensor) -> None:
-    rewards, shape = options.get("rewards"), per_token.shape
+def _check_advantages(advantages: Tensor | None, rewards: Tensor | None, num_sequences: int, like: Tensor) -> None:
     if (advantages is None) == (rewards is None):
         came = "neither" if rewards is None else "both"
         raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {came}")
-    for name in ("advantages", *_PER_TOKEN):
-        x = advantages if name == "advantages" else options.get(name)
-        if x is not None:
-            per_sequence = name == "advantages" or name.endswith("_weights")
-            check_token_tensor(name, x, shape, num_sequences, per_token, per_sequence=per_sequence)
     if rewards is not None:
         check_rewards(rewards)
-        check_tensor("rewards", rewards, per_token)
+        check_tensor("rewards", rewards, like)
         fits = rewards.shape[0] == num_sequences
         check_shape("rewards", rewards, fits, f"({num_sequences},), one per completion")
 
 
 def _check_num_items(count: Tensor | float, mask: Tensor | None, device: torch.device) -> None:
-    """Refuses 0 unless it is the count of a batch without an unmasked token, where it counts as 1."""
-    if not checks_values(device) or count != 0:
-        return
-    if mask is None or bool(mask.any()):
+    """Refuses what is below 1; but for 0, the count of a batch without an unmasked token, which counts as 1."""
+    is_known = checks_values(device)
+    if (is_known or not isinstance(count, Tensor)) and 0 < count < 1:
+        raise ValueError(
+            f"num_items_in_batch={float(count)}; expected the global number of tokens; a share is normalizer"
+        )
+    if is_known and count == 0 and (mask is None or bool(mask.any())):
         raise ValueError("num_items_in_batch=0, and completion_mask leaves tokens; expected their global number")
 
 
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
     if config.beta != 0.0 and options.get("ref_logps") is None:
         raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
+    if options.get("ref_logps") is None:
+        kl = config.kl_estimator
+        for name, value, neutral in (
+            ("kl_clamp", config.kl_clamp, config.kl_clamp is None),
+            ("kl_estimator", kl, kl in ("none", DEFAULT_CONFIG.kl_estimator)),
+            ("use_bias_correction_kl", True, not config.use_bias_correction_kl),
+        ):
+            if not neutral:
+                raise ValueError(f"{name}={value!r} has no effect without ref_logps; leave it out")
     if options.get("rollout_logps") is None and options.get("old_logps") is None:
         if config.off_policy_mask_threshold is not None:
             raise ValueError("off_policy_mask_threshold has no effect without rollout_logps or old_logps; leave it out")
@@ -202,7 +217,15 @@ def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
         if config.aggregation != "num_items":
             why = f"aggregation={config.aggregation!r}; use normalizer"
             raise ValueError(f"num_items_in_batch has no effect with {why}")
-    if options.get("entropy_normalizer") is not None:
+    if options.get("entropy_normalizer") is None:
+        counts_tokens = config.aggregation in ("token_mean", "num_items") or config.entropy_aggregation == "loss"
+        has_mean = config.has_entropy_bonus and not config.entropy_kept_only
+        if options.get("normalizer") is not None and has_mean and not counts_tokens:
+            raise ValueError(
+                f"normalizer with aggregation={config.aggregation!r} says nothing of the number of tokens, over which "
+                "the entropy bonus is a mean; give entropy_normalizer, or entropy_aggregation='loss'"
+            )
+    else:
         for why, applies in (
             ("entropy_coef=0; leave it out", not config.has_entropy_bonus),
             ("entropy_aggregation='loss'; use normalizer", config.entropy_aggregation == "loss"),
@@ -214,9 +237,9 @@ def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")
 
 
-def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None, per_token: Tensor) -> Tensor:
+def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
     """Returns the number of unmasked tokens of each sequence, (S,)."""
-    unmasked = torch.ones(per_token.shape, device=per_token.device) if mask is None else mask.bool().float()
+    unmasked = torch.ones(like.shape, device=like.device) if mask is None else mask.float()
     if cu_seqlens is None:
         return unmasked.sum(1)
     return torch.segment_reduce(unmasked, "sum", offsets=cu_seqlens.long(), unsafe=True)
@@ -238,6 +261,7 @@ def check_logps_inputs(
     divergence: GRPOConfig = DEFAULT_CONFIG,
     several_ids: bool = False,
     top_k: object = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> LogpsCall:
     """Checks the arguments of a public function of log-probabilities, and returns what it computes.
 
@@ -255,24 +279,28 @@ def check_logps_inputs(
         ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     compute_dtype = check_lm_head(function_name, hidden, weight, bias, ids, several_ids=several_ids)
     dtype, one = compute_dtype or hidden.dtype, ids
+    check_logits_dtype(logits_dtype, dtype)
     if ids.dim() == hidden.dim():
         one = ids[..., 0]
         for name, x in {"sampling_mask": sampling_mask, "sparse_backward": sparse_backward}.items():
             if x is not None:
                 raise ValueError(f"{name} is given with {ids.shape[-1]} completion_ids of each token; give one of both")
     check_teacher(teacher, divergence, hidden, weight, dtype)
-    check_token_tensor("completion_mask", mask, one.shape, -1, hidden)
+    mask = mask_per_token(mask, one.shape, hidden)
     if sampling_mask is not None:
         check_sampling_mask(sampling_mask, one.shape, hidden)
-    per_token, number = None, 1.0
+    of_tokens, number = None, 1.0
     if isinstance(temperature, Tensor):
         num_sequences = -1 if cu_seqlens is None and one.dim() == 1 else num_sequences_of(one, cu_seqlens)
-        per_token = temperature_per_token(temperature, one.shape, num_sequences, hidden, cu_seqlens)
-        per_token = per_token.detach().to(hidden.device)
+        check_offsets(cu_seqlens, one.shape[0])
+        layout = TokenLayout(one.shape, num_sequences, cu_seqlens, hidden, table_dtype(dtype))
+        of_tokens = per_token("temperature", temperature, layout)
     else:
         number = float(temperature)
     kept = () if sampling_mask is None else (sampling_mask.ids, sampling_mask.counts)
     numbers = number, float(logit_scale), float(softcap or 0.0), theta
     name = choose_backend(backend, hidden.device, dtype, has_teacher=is_whole(teacher))
-    tokens = LogpsTokens(ids, mask, per_token, *kept)
-    return LogpsCall(tokens, numbers, entropy, name, compute_dtype, k, teacher=teacher, divergence=divergence)
+    tokens = LogpsTokens(ids, mask, of_tokens, *kept)
+    return LogpsCall(
+        tokens, numbers, entropy, name, compute_dtype, logits_dtype, k, teacher=teacher, divergence=divergence
+    )

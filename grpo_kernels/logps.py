@@ -35,6 +35,7 @@ def fused_logps(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     sparse_backward: float | None = None,
+    logits_dtype: torch.dtype | None = None,
     entropy: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -43,13 +44,15 @@ def fused_logps(
         z = softcap(logit_scale * (h W^T + b)) / temperature,  logp = z[id] - logsumexp(z),  entropy = -sum p log p
 
     Shapes and types as in `fused_grpo_loss`: hidden (B, T, H) or (N, H), lm_head_weight (V, H), completion_ids (B, T)
-    or (N,), or K of them per token, (B, T, K) or (N, K), in any order, which may repeat; temperature a number, or one
-    value per token or, for (B, T), per sequence: (B,) or (B, 1). Returns float32 tensors (float64 from float64) in
-    nats, 0 at masked positions: log-probabilities of the shape of completion_ids, entropies of the tokens. K ids share
-    the products and the log-sum-exp of one; they go with neither sampling_mask nor sparse_backward.
+    or (N,), or K of them per token, (B, T, K) or (N, K), in any order, which may repeat; temperature a number, or a
+    tensor with one element, one per token or, for (B, T), one per sequence: (B,) or (B, 1). Returns float32 tensors
+    (float64 from float64) in nats, 0 at masked positions: log-probabilities of the shape of completion_ids, entropies
+    of the tokens. K ids share the products and the log-sum-exp of one; they go with neither sampling_mask nor
+    sparse_backward.
 
     sampling_mask: only over the ids that truncated sampling kept for each token, as in `fused_grpo_loss`.
-    sparse_backward: as in `GRPOConfig`, for the backward.
+    sparse_backward: as in `GRPOConfig`, for the backward. logits_dtype: as there; log-probabilities that a loss divides
+    by are computed with the loss's own, so that a policy that has not changed has ratios of 1.
     vocab_parallel_group: of ranks with a slice of the vocabulary each, as in `fused_grpo_loss`; every rank has to run
     the backward. A sharded weight (DTensor) is gathered, as there.
 
@@ -61,7 +64,7 @@ def fused_logps(
     weight, bias, call = checked_call(
         "fused_logps", (hidden, lm_head_weight, lm_head_bias), vocab_parallel_group, completion_ids, completion_mask,
         (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
-        sparse_backward=sparse_backward, several_ids=True,
+        sparse_backward=sparse_backward, several_ids=True, logits_dtype=logits_dtype,
     )  # fmt: skip
     logps, entropies, *_ = logps_from_hidden(hidden, weight, bias, call)
     return logps, entropies if entropy else None
@@ -78,13 +81,15 @@ def fused_top_k(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Finds the k likeliest ids of each token, without (N, V) logits: one product, and O(N k) memory beside a chunk.
 
     Arguments as in `fused_logps`; k of [1, V]. Returns (ids, logps), (B, T, k) or (N, k): int64, the likeliest first,
     of equal logits the smaller id, -1 at masked positions; float32 nats (float64 from float64), 0 at masked positions.
-    Without a graph: `fused_logps` of these ids is differentiable.
+    Without a graph: `fused_logps` of these ids is differentiable. logits_dtype: as in `GRPOConfig`; ids whose logits
+    become equal where they are rounded to 16 bits count as equal.
 
     Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
 
@@ -98,6 +103,7 @@ def fused_top_k(
         weight, bias, call = checked_call(
             "fused_top_k", (hidden, lm_head_weight, lm_head_bias), vocab_parallel_group, None, completion_mask,
             (temperature, logit_scale, logit_softcap), backend, entropy=False, top_k=k,
+            logits_dtype=logits_dtype,
         )  # fmt: skip
         logps, _, _, found = logps_from_hidden(hidden, weight, bias, call)
     return cast(Tensor, found), logps
@@ -133,6 +139,7 @@ def sampling_support(
     lm_head_bias: Tensor | None = None,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> SamplingMask:
     """Recomputes the ids that truncated sampling kept for each token, without (N, V) logits, by vLLM 0.33's rules.
 
@@ -148,8 +155,8 @@ def sampling_support(
     or (N, H), lm_head_weight (V, H), completion_ids and completion_mask (B, T) or (N,).
 
     Returns a SamplingMask of int32 ids, without a graph, with `mass`, the probability of the kept ids, and `added`,
-    whether the sampled id was missing. Masked positions have count 0. Logits are float32 (float64 of float64) whatever
-    the inputs are; an engine that rounds them keeps other ids for some tokens (README.md). Penalties, logit bias,
+    whether the sampled id was missing. Masked positions have count 0. logits_dtype: as in `GRPOConfig`, that of the
+    loss; an engine whose logits have another type keeps other ids for some tokens (README.md). Penalties, logit bias,
     banned words and least lengths, which change logits before these rules, cannot be recomputed.
 
     2 N H V operations; memory: a chunk of logits, about as much again, and 4 bytes per kept id, whose number the host
@@ -159,7 +166,7 @@ def sampling_support(
     """
     rule = check_truncation(top_k, top_p, min_p)
     inputs, transform = (hidden, lm_head_weight, lm_head_bias), (temperature, logit_scale, logit_softcap)
-    return support_under(rule, inputs, completion_ids, completion_mask, transform)
+    return support_under(rule, inputs, completion_ids, completion_mask, transform, logits_dtype)
 
 
 def check_truncation(top_k: object, top_p: object, min_p: object, *, min_p_last: bool = False) -> Truncation:
@@ -170,14 +177,17 @@ def check_truncation(top_k: object, top_p: object, min_p: object, *, min_p_last:
     )  # fmt: skip
 
 
+@torch.no_grad()
 def support_under(
     rule: Truncation, inputs: Inputs, ids: Tensor, mask: Tensor | None,
-    transform: tuple[float | Tensor, float, float | None],
+    transform: tuple[float | Tensor, float, float | None], logits_dtype: torch.dtype | None = None,
 ) -> SamplingMask:  # fmt: skip
     """Returns `sampling_support` by any rule. transform: temperature, logit scale and softcap."""
     hidden, weight, bias = inputs
     inputs = hidden, full_weight(weight), full_weight(bias)
-    call = check_logps_inputs("sampling_support", inputs, ids, mask, transform, "auto", entropy=False)
+    call = check_logps_inputs(
+        "sampling_support", inputs, ids, mask, transform, "auto", entropy=False, logits_dtype=logits_dtype
+    )
     vocab_size = len(inputs[1])
     if not rule.truncates(vocab_size):
         raise ValueError(

@@ -17,13 +17,14 @@ from .checks.arguments import (
     check_lm_head,
     check_logits_dtype,
     check_tensor,
-    check_token_tensor,
-    check_token_values,
     check_values,
     num_sequences_of,
     refuse_transforms,
 )
 from .checks.plain import check_shape, full_weight
+from .checks.tokens import (
+    check_token_tensor,
+)
 from .config import check_flag
 from .head.loss_op import LossCall, loss_from_hidden, loss_from_logits, policy_loss
 from .head.shared import requires_grad_flags, table_dtype
@@ -71,8 +72,9 @@ class GRPOLossOutput:
 
     @property
     def advantages(self) -> Tensor:
-        advantages = self._batch.tokens.advantages.detach().clone()
-        return advantages if self._batch.reward_statistics is None else advantages.view(-1)
+        advantages = self._batch.advantages
+        assert advantages is not None
+        return advantages.detach().clone() if self._batch.reward_statistics is None else advantages.flatten().clone()
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -128,7 +130,7 @@ def fused_grpo_loss(
             other parameters. Other DTensors and quantised weights are refused, with what to pass instead.
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, bool or numbers: 0 at padding,
             prompt and tool tokens, 1 elsewhere.
-        advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
+        advantages: (B,), (B, 1), (B, T) or (N,); packed sequences also (S,) or (S, 1). Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
             under config.advantage_*, in the same call. NaN is refused: where completions have no verdict, pass the
             result of `group_advantages`. With advantages, groups serve `groups` only.
@@ -150,13 +152,15 @@ def fused_grpo_loss(
             all of them, the weight's gradient the slice's own. For each chunk of rows 16 bytes per token and rank
             are gathered, with a sampling mask up to 8 more, with a teacher on K ids up to 40 K; hidden's gradient is
             all-reduced once. Not under torch.compile or a CUDA graph.
-        num_items_in_batch: denominator of aggregation "num_items"; None: the tokens of this call.
+        num_items_in_batch: denominator of aggregation "num_items", at least 1, or 0 where no rank has a token; None:
+            the tokens of this call.
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
             Micro-batches and ranks that pass it add up to the loss of one big batch; nothing is all-reduced here.
         entropy_normalizer: denominator of the entropy bonus, entropy_coef times the sum of the tokens' entropies over
-            it: the global number of tokens, say. None: the bonus is the mean over this call's tokens, times the share
-            of this call in `normalizer`.
+            it: the global number of tokens, say. None: the denominator of "token_mean" and "num_items"; with another
+            aggregation the mean over this call's tokens, and an error where its `normalizer` is given, which does not
+            say how many tokens there are.
         accumulate_into: (V, H) float32, contiguous, such as Megatron's main_grad of the weight: each backward adds the
             weight's gradient to it, times grad_output, and returns none, so that weight.grad and hooks of the weight
             are left alone. The weight is a leaf that requires a gradient, and no float64; not under torch.compile.
@@ -187,14 +191,16 @@ def fused_grpo_loss(
     Raises:
         ValueError, TypeError: an argument that does not fit, by name, before any work. Values are looked at on a CPU,
         and on a GPU with GRPO_KERNELS_DEBUG=1: ids outside [0, V), a completion_mask of other numbers than 0 and 1,
-        num_items_in_batch=0 where tokens count, and at unmasked positions NaN in old_logps or ref_logps, old_logps
-        above 0 (by more than 1 nat: logits of 16 bits round), advantages and weights that are not finite in float32 and
-        weights below 0; NaN or infinite rewards, temperatures and normalizers that are not positive and
-        finite, offsets out of order. Without that switch a GPU's loss is NaN for
+        num_items_in_batch between 0 and 1, or 0 where tokens count, and at unmasked positions NaN in old_logps or
+        ref_logps, log-probabilities above 0 (by more than 1 nat: logits of 16 bits round), advantages and weights that
+        are not finite in float32 and weights below 0; NaN or infinite rewards, temperatures and normalizers that are
+        not positive and finite, offsets out of order. Without that switch a GPU's loss is NaN for
         such numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN reward counts as no
         verdict; a negative normalizer turns the sign), and memory beside the batch is read for such offsets.
         With vocab_parallel_group every rank raises if ranks differ in shapes, types or options, or one has refused
         those. Values are not compared: where they differ, ranks may wait for each other until the group's timeout.
+        Everything but hidden, weight and bias is a constant: where it requires a gradient, which it would not get, this
+            raises too, except under no_grad.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
     group = vocab_parallel_group
@@ -207,8 +213,7 @@ def fused_grpo_loss(
             weight, bias = full_weight(weight), full_weight(bias)
         compute_dtype = check_lm_head("fused_grpo_loss", hidden, weight, bias, completion_ids)
         dtype = compute_dtype or hidden.dtype
-        if config.logits_dtype is not None:
-            check_logits_dtype(config.logits_dtype, dtype)
+        check_logits_dtype(config.logits_dtype, dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
         if teacher is not None or config.distill_coef != 0.0:
@@ -249,7 +254,9 @@ def grpo_loss_from_logps(
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
     batch = check_loss_inputs(advantages, None, options, config, logps, "logps", logps.dtype, reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
-    loss, found, *_ = policy_loss(logps, given, list(batch.tokens), batch.num_groups, config.key, batch.backend)
+    loss, found, *_ = policy_loss(
+        logps, given, list(batch.tokens), batch.num_groups, batch.per_sequence, config.key, batch.backend
+    )
     mask = options.get("completion_mask")
     known = None if entropy is None else _without_padding(entropy, mask)
     return GRPOLossOutput(loss, _without_padding(logps, mask), known, batch, found, found.new_zeros(0))
@@ -288,7 +295,6 @@ def grpo_loss_from_logits(
     check_ids(completion_ids, logits.shape[:-1], "logits")
     batch = check_loss_inputs(advantages, sampling_mask, options, config, completion_ids, "logits", logits.dtype)
     check_values(completion_ids, options.get("completion_mask"), logits.shape[-1], options.get("cu_seqlens"))
-    check_token_values(batch.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
     wants = requires_grad_flags(logits)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks.arguments import num_sequences_of
-from .checks.plain import full_weight
+from .checks.plain import check_shape, full_weight
 from .config import check_count, check_one_of
 from .head.chunk_size import Selection
 from .head.gradients import PrecomputedGradients, compute_in_forward
@@ -20,6 +21,7 @@ from .head.products import pinned_matmul_precision
 from .head.shared import requires_grad_flags, table_dtype, unseen_by_modes
 from .inputs import check_logps_inputs
 from .kernels.operations import Rows, Statistics
+from .objective.sequences import Sequences
 from .sampling_mask import SamplingMask
 
 
@@ -36,19 +38,42 @@ class PolicyChunk:
     entropy: Tensor | None
     index: Tensor
     sequence: Tensor
+    num_tokens: int | None = None  # of the batch, like num_sequences; None: not known
+    num_sequences: int | None = None
 
     def tokens(self, x: Tensor) -> Tensor:
         """Returns these tokens' values of a tensor shaped like completion_ids."""
+        if self.num_tokens is not None:
+            check_shape("x", x, x.numel() == self.num_tokens, f"one value for each of {self.num_tokens} tokens")
         return x.reshape(-1)[self.index]
 
     def sequences(self, x: Tensor) -> Tensor:
         """Returns for every token its sequence's value of a tensor (S,)."""
+        if self.num_sequences is not None:
+            fits = x.numel() == self.num_sequences
+            check_shape("x", x, fits, f"one value for each of {self.num_sequences} sequences")
         return x.reshape(-1)[self.sequence]
 
     def sequence_sum(self, x: Tensor) -> Tensor:
         """Returns (n,): every token gets the sum of x (n,) over its sequence; whole sums need level="sequence"."""
-        _, local = self.sequence.unique_consecutive(return_inverse=True)
-        return x.new_zeros(len(x)).index_add(0, local, x)[local]
+        return _SequenceSum.apply(x, self.sequence)
+
+
+class _SequenceSum(torch.autograd.Function):
+    """The sum over a token's neighbours in its sequence, whose derivative is that of the gradients. In a fixed order:
+    index_add, and autograd's backward of a gather, add by atomics on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: Tensor) -> Tensor:
+        ctx.sequence = sequence
+        _, lengths = sequence.unique_consecutive(return_counts=True)
+        sequences = Sequences(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), None, len(sequence))
+        values = x if x.is_floating_point() else x.double()  # which holds sums of integers
+        return sequences.to_tokens(sequences.sum(values)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        return _SequenceSum.apply(outer[0], ctx.sequence), None
 
 
 LossFn = Callable[[PolicyChunk], Tensor]
@@ -70,6 +95,7 @@ def fused_policy_loss(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     sparse_backward: float | None = None,
+    logits_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -88,8 +114,8 @@ def fused_policy_loss(
     Gradients flow only to hidden, weight and bias: where the value also depends on another tensor that requires a
     gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.
 
-    Shapes and errors as in `fused_grpo_loss`, sparse_backward as in `GRPOConfig`. It calls back into Python, so
-    torch.compile breaks the graph here; use `fused_logps` with autograd where that matters.
+    Shapes and errors as in `fused_grpo_loss`, sparse_backward and logits_dtype as in `GRPOConfig`. It calls back into
+    Python, so torch.compile breaks the graph here; use `fused_logps` with autograd where that matters.
     """
     check_one_of("level", level, ("token", "sequence"))
     if chunk_rows is not None:
@@ -100,7 +126,7 @@ def fused_policy_loss(
     scores = check_logps_inputs(
         "fused_policy_loss", (hidden, lm_head_weight, lm_head_bias), completion_ids, completion_mask,
         (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
-        sparse_backward=sparse_backward, cu_seqlens=cu_seqlens,
+        sparse_backward=sparse_backward, cu_seqlens=cu_seqlens, logits_dtype=logits_dtype,
     )  # fmt: skip
     num_sequences_of(completion_ids, cu_seqlens)  # packed tokens have offsets
     call = _Call(
@@ -140,7 +166,7 @@ def _run(
         span = call.cu_seqlens.long().diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=ids.numel())
     index = torch.arange(ids.numel(), device=device) if mask is None else mask.nonzero().squeeze(1)
-    loss = _UserLoss(call, stats, index, sequence)
+    loss = _UserLoss(call, stats, index, sequence, len(span))
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     if scores.tokens.kept_ids is None:
         chosen = Selection(index, None, index, lengths)
@@ -154,7 +180,8 @@ def _run(
 class _UserLoss:
     """A Loss (head/loop.py) that differentiates the user's function. total (): the sum of its values."""
 
-    def __init__(self, call: _Call, stats: Statistics, index: Tensor, sequence: Tensor) -> None:
+    def __init__(self, call: _Call, stats: Statistics, index: Tensor, sequence: Tensor, count: int) -> None:
+        self.num_sequences = count
         self.call, self.stats, self.index, self.sequence = call, stats, index, sequence
         self.by_sequence = call.level == "sequence"
         self.by_batch = call.scores.tokens.kept_ids is not None  # its chunks are not in the order of the tokens
@@ -174,7 +201,9 @@ class _UserLoss:
             leaves.append(self.stats.entropy[here].requires_grad_())
         with torch.enable_grad():
             logps, *entropy = (x.clone() for x in leaves)  # a leaf could not be changed in place
-            value = call.loss_fn(PolicyChunk(logps, entropy[0] if entropy else None, here, self.sequence[here]))
+            counts = len(self.sequence), self.num_sequences
+            chunk = PolicyChunk(logps, entropy[0] if entropy else None, here, self.sequence[here], *counts)
+            value = call.loss_fn(chunk)
             if not isinstance(value, Tensor) or value.numel() not in (1, len(here)):
                 came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(

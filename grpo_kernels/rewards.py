@@ -14,10 +14,13 @@ from .checks.arguments import (
     check_float,
     check_numbers,
     check_tensor,
-    check_token_tensor,
     checks_values,
+    constant,
 )
 from .checks.plain import check_kind, check_shape
+from .checks.tokens import (
+    check_token_tensor,
+)
 from .config import check_count, check_ddof, check_number, check_one_of
 from .head.shared import is_traced
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, add_op_namespace_prefix
@@ -57,7 +60,8 @@ def group_advantages(
     (arXiv:2503.19595: the best of a group gets its distance to the second best, the others 0) or "none". ddof, eps: 1,
     1e-4 as TRL; 1, 1e-6 as verl; 0, 1e-8 as the papers' text.
 
-    Raises ValueError where the groups do not fit the batch, or where a group of one is scaled by its std.
+    Raises ValueError where the groups do not fit the batch, where a group of one is scaled by its std or compared with
+    the others ("leave_one_out"), and for groups of one with any baseline but "none".
     """
     check_rewards(rewards)
     groups = resolve_groups(rewards.shape[0], num_generations, group_ids, rewards)
@@ -144,12 +148,15 @@ def group_statistics(
     rewards = rewards.detach()
     if rewards.dtype != torch.float64:
         rewards = rewards.float()
-    if scale == "group" and ddof == 1:
+    if (scale == "group" and ddof == 1) or baseline == "leave_one_out":
         smallest = groups.size
         if not smallest and checks_values(rewards.device):
             smallest = int(torch.bincount(groups.index, minlength=groups.count).min())
         if smallest == 1:
-            raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
+            what = "standard deviation: scale='group'" if scale == "group" and ddof == 1 else f"other one: {baseline=}"
+            raise ValueError(f"a group of one completion has no {what} needs groups of >= 2")
+    if groups.size == 1 and baseline != "none":
+        raise ValueError(f"a group of one completion has an advantage of 0 by baseline={baseline!r}; expected >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
     compute = _traced_statistics if is_traced(rewards) else _statistics_of_groups
     return compute(rewards, *groups, *numbers, lengths)
@@ -335,6 +342,7 @@ def check_rewards(rewards: Tensor, dims: int = 1, name: str = "rewards") -> None
     check_shape(name, rewards, rewards.dim() == dims and rewards.shape[0] > 0, f"{shape} with B >= 1")
     if rewards.dtype not in NUMBERS:
         raise TypeError(f"{name} is {rewards.dtype}; expected real numbers")
+    constant(name, rewards)
 
 
 def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, top: float = 0.2) -> Tensor:

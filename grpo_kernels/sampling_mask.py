@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
 from typing import Any
 
@@ -49,9 +51,10 @@ class SamplingMask:
 
     @classmethod
     def from_lists(
-        cls, kept: Sequence[Sequence[int] | Sequence[Sequence[int]]], *, length: int | None = None
+        cls, kept: Iterable[Iterable[int] | Iterable[Iterable[int]]], *, length: int | None = None
     ) -> SamplingMask:
-        """Takes one list of kept ids per token: a list of tokens (packed), or a list of sequences of tokens.
+        """Takes one list of kept ids per token: a list of tokens (packed), or a list of sequences of tokens. Any
+        iterables serve as lists: sets, tuples, arrays of NumPy.
 
         Sequences may differ in length; up to `length`, by default the longest one's, they are padded with count 0.
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
@@ -59,9 +62,9 @@ class SamplingMask:
         length = as_python(length)
         if length is not None and type(length) is not int:
             raise TypeError(f"length is a {type(length).__name__}; expected an integer or None")
-        rows: list[list[Any]] = [_elements(entry) for entry in _elements(kept)]
+        rows = [_elements(entry) for entry in _elements(kept)]
         shape: tuple[int, ...] = (len(rows),)
-        has_sequences = {_is_list(x) for entry in rows for x in entry}
+        has_sequences = {_is_list(x) for x in _one_of_each_type(rows)}
         if len(has_sequences) == 2:
             raise TypeError("kept holds ids beside lists of ids; expected one list of ids for each token")
         if True in has_sequences:
@@ -69,17 +72,20 @@ class SamplingMask:
             if length is not None and length < longest:
                 raise ValueError(f"length={length}; expected at least {longest}, the tokens of the longest sequence")
             shape = (len(rows), longest if length is None else length)
-            rows = [list(row) for entry in rows for row in [*entry, *[()] * (shape[1] - len(entry))]]
+            rows = [_elements(x) for entry in rows for x in [*entry, *[()] * (shape[1] - len(entry))]]
         elif length is not None:
             raise ValueError(f"length={length} belongs to sequences of tokens; a packed list has one entry per token")
-        for x in (x for row in rows for x in row):
-            if type(x) is not int and (isinstance(x, bool) or not isinstance(x, Integral)):
+        for x in _one_of_each_type(rows):
+            if isinstance(x, bool) or not isinstance(x, Integral):
                 raise TypeError(f"kept holds {x!r}; expected integers, one list of them for each token")
-            if not 0 <= int(x) < 2**31:
-                raise ValueError(f"kept holds {x}; expected ids >= 0 and below 2^31")
-        counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-        ids = torch.tensor([x for row in rows for x in sorted(row)], dtype=torch.int32)
-        return cls(ids, counts.view(shape))
+        try:
+            ids = _int32(chain.from_iterable(map(sorted, rows)))
+        except OverflowError:
+            ids = None
+        if ids is None or (ids.numel() and int(ids.amin()) < 0):
+            wrong = next(x for x in chain.from_iterable(rows) if not 0 <= x < 2**31)
+            raise ValueError(f"kept holds {wrong}; expected ids >= 0 and below 2^31")
+        return cls(ids, _int32(map(len, rows)).view(shape))
 
     @classmethod
     def from_padded(cls, kept: Tensor, padding: int = -1) -> SamplingMask:
@@ -124,11 +130,25 @@ def _is_list(x: object) -> bool:
     return isinstance(x, Iterable) and not isinstance(x, (str, bytes))
 
 
-def _elements(x: Any) -> list[Any]:
-    """Returns the elements of an argument `kept`, or of an entry of it."""
+def _elements(x: Any) -> Any:
+    """Returns the elements of an argument `kept`, or of an entry of it, with a length."""
+    if isinstance(x, (list, tuple, set)):
+        return x
     if not _is_list(x):
         raise TypeError(f"kept is or holds {x!r}; expected one list of ids for each token, or for each of a sequence")
     return list(x)
+
+
+def _one_of_each_type(rows: list[Any]) -> list[Any]:
+    """Returns elements of the rows, millions of them, that differ in type."""
+    kinds = set(map(type, chain.from_iterable(rows)))
+    return [next(x for x in chain.from_iterable(rows) if type(x) is kind) for kind in kinds]
+
+
+def _int32(numbers: Iterable[int]) -> Tensor:
+    """Returns a tensor of integers, which `torch.tensor` would look at one by one; OverflowError for larger ones."""
+    found = array("i", numbers)
+    return torch.frombuffer(found, dtype=torch.int32) if found else torch.empty(0, dtype=torch.int32)
 
 
 def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard, get_args
 import torch
 from torch import Tensor
 
-from .checks.arguments import check_float, check_tensor, check_top_k, checks_values, products_dtype
+from .checks.arguments import check_float, check_tensor, check_top_k, checks_values, constant, products_dtype
 from .checks.plain import check_integers, check_shape
 from .config import GRPOConfig, check_count, check_logit_transform, check_one_of
 from .sampling_mask import SamplingMask, check_sampling_mask
@@ -214,8 +214,7 @@ def check_teacher(teacher: object, config: GRPOConfig, hidden: Tensor, weight: T
     tensors = {f"{kind}.{name}": getattr(teacher, name) for name in fields if getattr(teacher, name) is not None}
     for name, x in tensors.items():
         check_tensor(name, x, hidden)
-        if x.requires_grad:
-            raise ValueError(f"{name} requires a gradient, and none goes to a teacher; pass its detach()")
+        constant(name, x)
     name, leading = f"{kind}.{fields[0]}", tuple(hidden.shape[:-1])
     x = tensors[name]
     fits = x.shape[:-1] == leading

@@ -34,6 +34,7 @@ def run_gpu_backends_on_cpu() -> None:
     import triton_interpreter
 
     triton_interpreter.install()
+    triton_interpreter.serve("grpo_kernels")
     from grpo_kernels import kernels as backends
 
     entry = backends._REGISTRY["cuda"]

@@ -13,8 +13,15 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import kernels
+from grpo_kernels.checks.tokens import (
+    TOKEN_ARGUMENTS,
+    TokenLayout,
+    mask_per_token,
+    per_token,
+)
 from grpo_kernels.commands.check import relative_error as relative
 from grpo_kernels.head import kept
+from grpo_kernels.objective.tokens import TokenInputs
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")
@@ -99,6 +106,17 @@ def make_batch(
         lengths[seed % sequences] = 0
         options["completion_mask"] = torch.arange(length) < lengths[:, None]
     return Batch(hidden, weight, ids, advantages, normal(vocab) * 0.5 if bias else None, options)
+
+
+def token_inputs(ids: Tensor, dtype: torch.dtype, **given: Any) -> tuple[TokenInputs, bool]:
+    """What the loss functions make of these arguments, for tokens of the shape of ids; whether advantages and rollout
+    weights have one value for each sequence."""
+    offsets = given.get("cu_seqlens")
+    layout = TokenLayout(ids.shape, len(ids) if offsets is None else len(offsets) - 1, offsets, ids, dtype)
+    per_sequence = all(given[name].shape != ids.shape for name in ("advantages", "rollout_weights") if name in given)
+    expanded = {name: per_token(name, x, layout) for name, x in given.items() if name in TOKEN_ARGUMENTS}
+    expanded["completion_mask"] = mask_per_token(given.get("completion_mask"), ids.shape, ids)
+    return TokenInputs(**given | expanded), per_sequence
 
 
 def true_logps(batch: Batch, config: gk.GRPOConfig) -> tuple[Tensor, Tensor]:

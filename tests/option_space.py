@@ -78,9 +78,12 @@ def choose(point: Point, variation: int) -> dict[str, Any]:
     if "ratio_cap" not in SURROGATE_RULES[point.surrogate].options:
         chosen |= {"dppo_kl_tau": None, "ratio_cap": None}
     if point.kl == "none":
-        chosen["kl_factor"] = None
         chosen["ref"] = chosen["ref"].replace("beta", "metrics")
-    elif point.kl.endswith("+") and chosen["kl_factor"] == "kl_score_term":
+    elif point.kl != "k3":  # the default
+        chosen["ref"] = chosen["ref"].replace("none", "metrics")
+    if point.kl == "none" or chosen["ref"] == "none":
+        chosen |= {"kl_factor": None, "kl_clamp": None}
+    if chosen["kl_factor"] == "kl_score_term" and (point.kl.endswith("+") or chosen["ref"] != "beta"):
         chosen["kl_factor"] = None
     if SURROGATE_RULES[point.surrogate].divides_by_rollout and chosen["old"] == "none":
         chosen["rollout_logps"] = "given"
@@ -154,10 +157,11 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
     if chosen["old"] == "given":
         batch.options["old_logps"] = (logps + spread * normal(*shape)).float()
     if chosen["ref"] != "none":
-        batch.options["ref_logps"] = (logps + 0.5 * normal(*shape)).float()
+        batch.options["ref_logps"] = (logps + 0.5 * normal(*shape)).float().clamp(max=0.9)
     if chosen["rollout_logps"] == "given":
         unknown = torch.rand(shape, generator=g) < 0.1
-        batch.options["rollout_logps"] = (logps + spread * normal(*shape)).float().masked_fill(unknown, torch.nan)
+        batch.options["rollout_logps"] = (logps + spread * normal(*shape)).float().clamp(max=0.9)
+        batch.options["rollout_logps"].masked_fill_(unknown, torch.nan)
     for name in ("rollout_weights", "token_weights"):
         if chosen[name] != "none":
             size = shape if chosen[name] == "token" else shape[:1]
@@ -168,6 +172,8 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         batch.options["num_items_in_batch"] = torch.tensor(41)
     elif chosen["normalizer"] != "none":
         batch.options["normalizer"] = 17 if chosen["normalizer"] == "number" else torch.tensor(17.0)
+        if chosen["entropy"] == "token_mean" and point.aggregation not in ("token_mean", "num_items"):
+            batch.options["entropy_normalizer"] = 23
     if chosen["layout"] == "packed":
         if isinstance(temperature, Tensor):
             batch.options["temperature"] = temperature

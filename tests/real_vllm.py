@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_kernels.head.truncation import Truncation, truncate
 from grpo_kernels.trainer import vllm
+from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.arithmetic import EOS_ID, tokenizer
 
 OPTIONS = {
@@ -62,6 +63,37 @@ def mismatches(output: Path) -> list[float]:
     records = training.steps(output)
     assert all(record["grad_norm"] > 0 for record in records)
     return [record["rollout_mismatch/max"] for record in records]
+
+
+ENDS = {"target_modules": ["q_proj", "embed_tokens"]}
+SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+
+
+@pytest.mark.parametrize(("changes", "name"), [(ENDS, "default"), (SAVED, "lora_A-mine")], ids=["lora", "saved"])
+def test_an_adapter_of_either_end_is_sampled_from(changes, name, model):
+    """Of a tied model, whose ends are then two weights, and of one that has two; an adapter of any name."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test-vllm")
+    lm = LlamaForCausalLM.from_pretrained(model)
+    lm = peft.get_peft_model(lm, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **changes), adapter_name=name).eval()
+    arguments = TrainArguments(max_completion_length=12, vllm_kwargs=OPTIONS["vllm_kwargs"])
+    engine = vllm.VLLM(str(model), arguments, lm, 32)
+    for step in range(2):
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.requires_grad else 0))
+        for s in engine.sample(lm, [[5, 6, 7]] * 8, arguments, greedy=False, step=step, ends=[EOS_ID]):
+            with torch.no_grad():
+                logps = lm(torch.tensor([[5, 6, 7, *s.ids]])).logits.log_softmax(-1)[0, 2:-1]
+            own = logps.gather(-1, torch.tensor(s.ids)[:, None])[:, 0]
+            torch.testing.assert_close(s.logps, own, atol=1e-4, rtol=0)
+    engine.close()
+
+
+def test_an_engine_with_other_weights_is_refused_at_set_up(model, data, tmp_path, monkeypatch, capfd):
+    weights = vllm._weights
+    monkeypatch.setattr(vllm, "_weights", lambda lm, once: ((n, 1.2 * w) for n, w in weights(lm, once=once)))
+    assert training.run(model, data, tmp_path / "run", **OPTIONS) == 2
+    assert "grpo-kernels train: vLLM samples from another distribution than the policy's" in capfd.readouterr().err
 
 
 BFLOAT16 = {"dtype": "bfloat16", "vllm_kwargs": {"enforce_eager": True, "max_model_len": 50}}

@@ -36,10 +36,12 @@ def part_of(batch: Batch, rows: slice) -> Batch:
 @pytest.mark.parametrize("own_normalizer", [False, True])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_micro_batches_add_up_to_the_big_batch(aggregation, own_normalizer, backend):
-    """With an entropy bonus too: under a normalizer of its own, or where both are counts of tokens."""
+    """With an entropy bonus too: under a normalizer of its own, where both are counts of tokens, or with the weights of
+    the aggregation."""
     by_tokens = aggregation in ("token_mean", "num_items")
     config = gk.GRPOConfig(
-        aggregation=aggregation, beta=0.1, entropy_coef=torch.tensor(0.05) if own_normalizer else 0.02 * by_tokens,
+        aggregation=aggregation, beta=0.1, entropy_coef=torch.tensor(0.05) if own_normalizer else 0.02,
+        entropy_aggregation=None if own_normalizer or by_tokens else "loss",
         max_completion_length=9 if aggregation == "fixed_length" else None,
     )  # fmt: skip
     batch = off_policy(make_batch(1, masked=True))
@@ -62,9 +64,9 @@ def test_micro_batches_add_up_to_the_big_batch(aggregation, own_normalizer, back
         assert "policy_loss" not in without.metrics
 
 
-SMALL = [  # argument, its value, what it divides by: num_items_in_batch is at least 1, normalizer is taken as it is
-    ("num_items_in_batch", 0.5, 1),
-    ("num_items_in_batch", torch.tensor(0.5), 1),
+SMALL = [  # argument, its value, what it divides by
+    ("num_items_in_batch", 1, 1),
+    ("num_items_in_batch", torch.tensor(1.5), 1.5),
     ("num_items_in_batch", torch.tensor(2), 2),
     ("normalizer", 0.25, 0.25),
     ("normalizer", torch.tensor(0.25), 0.25),
@@ -156,7 +158,7 @@ def test_each_backward_adds(backend):
     once = total.clone()
     out.loss.backward()
     assert once.any() and torch.equal(total, 2 * once) and batch.weight.grad is None
-    with torch.no_grad():
+    with torch.no_grad(), pytest.raises(ValueError, match="accumulate_into has no effect under no_grad"):
         call(batch, backend=backend, accumulate_into=total)
     assert torch.equal(total, 2 * once)
 

@@ -124,10 +124,23 @@ def test_rewards_of_other_types():
         assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
-def test_a_group_of_one_without_a_deviation_is_fine():
-    rewards = torch.tensor([2.0, 3.0])
+def test_a_group_of_one_has_an_advantage_without_a_baseline_alone():
+    """Anything else of the group itself would be 0; beside larger groups named by ids that is right."""
+    rewards, ids = torch.tensor([2.0, 3.0]), torch.tensor([0, 1])
     assert torch.equal(gk.group_advantages(rewards, num_generations=1, scale="none", baseline="none"), rewards)
-    assert not gk.group_advantages(rewards, num_generations=1, ddof=0).any()
+    for baseline in ADVANTAGE_BASELINES:
+        options = dict(baseline=baseline, scale="none", ddof=0)
+        options |= {"lengths": torch.ones(2)} if baseline == "length_weighted" else {}
+        if baseline != "none":
+            with pytest.raises(ValueError, match="a group of one completion has"):
+                gk.group_advantages(rewards, num_generations=1, **options)
+        if baseline == "leave_one_out":
+            with pytest.raises(
+                ValueError, match="a group of one completion has no other one: baseline='leave_one_out'"
+            ):
+                gk.group_advantages(rewards, group_ids=ids, **options)
+        else:
+            gk.group_advantages(rewards, group_ids=ids, **options)
 
 
 # --- process supervision ----------------------------------------------------------------------------------------------

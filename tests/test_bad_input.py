@@ -116,9 +116,15 @@ CASES = {
     "old NaN": (lambda: changed(old_logps=spoiled((4, 6), math.nan, 0, 4)), ValueError, "old_logps[0, 4] = nan", "a number at every unmasked position"),
     "advantage beyond float32": (lambda: changed(advantages=torch.tensor([0.0, 1e300, 0.0, 0.0], dtype=torch.float64)), ValueError, "advantages", "a finite number at every unmasked position, in float32"),
     "old above 0": (lambda: changed(old_logps=spoiled((4, 6), 5.0, 1, 2) - 2), ValueError, "old_logps[1, 2] = 3.0", "at most 0 nats"),
+    "reference above 0": (lambda: changed(ref_logps=spoiled((4, 6), 5.0, 1, 2) - 2), ValueError, "ref_logps[1, 2] = 3.0", "at most 0 nats"),
+    "reference infinite": (lambda: changed(ref_logps=spoiled((4, 6), math.inf, 0, 1) - 2), ValueError, "ref_logps[0, 1] = inf", "at most 0 nats"),
+    "rollout above 0": (lambda: changed(rollout_logps=spoiled((4, 6), 5.0, 1, 2) - 2), ValueError, "rollout_logps[1, 2] = 3.0", "at most 0 nats, or NaN: unknown"),
+    "rollout infinite": (lambda: changed(rollout_logps=spoiled((4, 6), math.inf, 1, 2) - 2), ValueError, "rollout_logps[1, 2] = inf", "at most 0 nats"),
     "rollout weight negative": (lambda: changed(rollout_weights=spoiled((4, 6), -0.5, 1, 1)), ValueError, "rollout_weights[1, 1] = -0.5", "a finite number", ">= 0"),
     "mask weights": (lambda: changed(completion_mask=spoiled((4, 6), 0.5, 1, 3)), ValueError, "completion_mask[1, 3] = 0.5", "0 (masked) or 1"),
     "items 0": (lambda: changed(num_items_in_batch=0), ValueError, "num_items_in_batch=0", "global number"),
+    "items 0.5": (lambda: changed(num_items_in_batch=0.5), ValueError, "num_items_in_batch=0.5; expected the global number of tokens"),
+    "items 0.5 in a tensor": (lambda: changed(num_items_in_batch=torch.tensor(0.5)), ValueError, "num_items_in_batch=0.5; expected the global number"),
     "items beyond float32": (lambda: changed(num_items_in_batch=1e39), ValueError, "num_items_in_batch=1e+39", "a finite number >= 0, in float32"),
     "threshold without a sampler": (lambda: {n: x for n, x in changed(config=gk.GRPOConfig(off_policy_mask_threshold=0.1)).items() if n != "old_logps"}, ValueError, "off_policy_mask_threshold", "rollout_logps or old_logps"),
     "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number; for completions without a verdict"),
@@ -137,10 +143,17 @@ CASES = {
     "group of one": (lambda: changed(advantages=None, rewards=torch.rand(4), num_generations=1), ValueError, "group of one", "scale='group'", ">= 2"),
     "group ids": (lambda: changed(group_ids=torch.zeros(3).long()), ValueError, "group_ids", "(3,)", "(4,)"),
     "no reference": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
+    "KL clamp alone": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(kl_clamp=1.0)), ValueError, "kl_clamp=1.0 has no effect without ref_logps"),
+    "KL estimator alone": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(kl_estimator="k1")), ValueError, "kl_estimator='k1' has no effect without ref_logps"),
+    "KL correction alone": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(use_bias_correction_kl=True)), ValueError, "use_bias_correction_kl=True has no effect without ref_logps"),
     "dppo without old": (lambda: changed(old_logps=None, config=gk.GRPOConfig(surrogate="dppo_tv")), ValueError, "dppo_tv", "rollout_logps", "old_logps"),
     "two denominators": (lambda: changed(num_items_in_batch=3, normalizer=3), ValueError, "num_items_in_batch", "normalizer", "one"),
     "num_items elsewhere": (lambda: changed(num_items_in_batch=3, config=gk.GRPOConfig(aggregation="seq_mean")), ValueError, "num_items_in_batch", "seq_mean", "normalizer"),
     "fixed_length": (lambda: changed(config=gk.GRPOConfig(aggregation="fixed_length")), ValueError, "fixed_length", "max_completion_length", "None"),
+    **{
+        f"{aggregation}, no entropy_normalizer": (lambda options={"aggregation": aggregation, **length}: changed(normalizer=3, config=gk.GRPOConfig(entropy_coef=0.1, **options)), ValueError, f"normalizer with aggregation='{aggregation}' says nothing of the number of tokens", "give entropy_normalizer, or entropy_aggregation='loss'")
+        for aggregation, length in {"seq_mean": {}, "seq_sum": {}, "fixed_length": {"max_completion_length": 6}}.items()
+    },
     "entropy_normalizer alone": (lambda: changed(entropy_normalizer=3), ValueError, "entropy_normalizer", "entropy_coef=0", "leave it out"),
     "entropy_normalizer": (lambda: changed(entropy_normalizer=torch.tensor(0.0), config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy_normalizer=0.0", "positive"),
     "entropy_coef": (lambda: changed(config=gk.GRPOConfig(entropy_coef=torch.tensor(-1.0))), ValueError, "entropy_coef=-1.0", ">= 0"),
@@ -199,6 +212,57 @@ def test_fused_grpo_loss_refuses(name):
     refuses(gk.fused_grpo_loss, given(), error, *words)
 
 
+CONSTANTS = {
+    **{name: torch.full((4, 6), -0.5) for name in ("advantages", "old_logps", "ref_logps", "rollout_logps")},
+    **{name: torch.ones(4, 6) for name in ("rollout_weights", "token_weights", "completion_mask", "temperature")},
+    **{name: torch.tensor(3.0) for name in ("normalizer", "num_items_in_batch", "entropy_normalizer")},
+    **{name: torch.tensor(0.1) for name in ("entropy_coef", "entropy_threshold")},
+}
+
+
+def constant_arguments(name: str, x: torch.Tensor) -> dict:
+    if name in ("temperature", "entropy_coef", "entropy_threshold"):
+        return changed(config=gk.GRPOConfig(**{name: x}))
+    config = gk.GRPOConfig(entropy_coef=0.1 if name == "entropy_normalizer" else 0.0)
+    return changed(**{name: x, "config": config})
+
+
+@pytest.mark.parametrize("name", [*CONSTANTS, "rewards"])
+def test_what_gets_no_gradient_may_not_ask_for_one(name):
+    """Unless there is none at all: under no_grad the loss of a learned temperature, say, is a number like any other."""
+    x = torch.arange(4.0) if name == "rewards" else CONSTANTS[name]
+    given = partial(constant_arguments, name)
+    if name == "rewards":
+        given = lambda x: changed(advantages=None, rewards=x, num_generations=2)  # noqa: E731
+    asks = x.clone().requires_grad_()
+    refuses(gk.fused_grpo_loss, given(asks), ValueError, f"{name} requires a gradient, and gets none here", "detach()")
+    with torch.no_grad():
+        assert torch.equal(gk.fused_grpo_loss(**given(asks)).loss, gk.fused_grpo_loss(**given(x)).loss)
+    own = {
+        n: y for n, y in given(asks).items() if n not in ("hidden", "lm_head_weight", "lm_head_bias", "completion_ids")
+    }
+    own |= {"logps": torch.full((4, 6), -1.0), "entropy": torch.ones(4, 6)}
+    if name != "temperature":  # which log-probabilities have behind them
+        refuses(gk.grpo_loss_from_logps, own, ValueError, f"{name} requires a gradient")
+    else:
+        for function in (gk.fused_logps, gk.fused_policy_loss, gk.fused_divergence):
+            head = {n: y for n, y in HEAD.items() if n != "completion_ids" or function is not gk.fused_divergence}
+            head |= {"loss_fn": lambda chunk: chunk.logps.sum()} if function is gk.fused_policy_loss else {}
+            head |= {"teacher": gk.Teacher(X, W)} if function is gk.fused_divergence else {}
+            refuses(function, head | {"temperature": asks}, ValueError, "temperature requires a gradient")
+        for function, options in (
+            (gk.fused_top_k, {"k": 2}),
+            (gk.sampling_support, {"top_k": 2, "completion_ids": HEAD["completion_ids"]}),
+        ):
+            function(HEAD["hidden"], HEAD["lm_head_weight"], **options, temperature=asks)  # which have none
+
+
+def test_rewards_of_group_advantages_get_no_gradient():
+    refuses(
+        gk.group_advantages, REWARDS | {"rewards": torch.rand(6, requires_grad=True)}, ValueError, "rewards requires"
+    )
+
+
 def test_the_good_call_is_good():
     for given in (arguments(), packed_arguments()):
         gk.fused_grpo_loss(**given).loss.backward()
@@ -229,8 +293,8 @@ def test_unknown_rollout_logps_and_unscored_completions_are_fine():
 def test_values_are_looked_for_inside_a_compiled_function_too():
     torch._dynamo.reset()
     step = torch.compile(lambda **given: gk.fused_grpo_loss(**given).loss, fullgraph=True, backend="aot_eager")
-    given, error, *words = CASES["advantage NaN"]
-    with pytest.raises(error, match=re.escape(words[0])):
+    given, error, *_ = CASES["advantage NaN"]
+    with pytest.raises(error, match=re.escape("advantages[2, 0] = nan; expected a finite number")):  # of a token by now
         step(**given())
     torch._dynamo.reset()
 
@@ -489,7 +553,7 @@ def test_a_cap_below_the_clip_range_computes_with_a_warning():
         UserWarning, match=r"delta=1.1 is below 1 \+ epsilon_high with epsilon_high=0.2: epsilon_high has no"
     ):
         config = gk.GRPOConfig(delta=1.1)
-    ratio, advantages = torch.tensor([[0.7, 1.05, 1.15, 1.5]] * 2), torch.tensor([1.0, -1.0])
+    ratio, advantages = torch.tensor([[0.7, 1.05, 1.15, 1.5]] * 2).double(), torch.tensor([1.0, -1.0]).double()
     logps = (ratio.log() - 1).requires_grad_()
     out = gk.grpo_loss_from_logps(logps, advantages, old_logps=torch.full((2, 4), -1.0), config=config)
     (slope,) = torch.autograd.grad(out.loss, logps)
@@ -575,11 +639,11 @@ REFUSED = [
     (dict(aggregation="mean"), ValueError, "aggregation='mean'; expected one of"),
     (dict(advantage_scale="token"), ValueError, "advantage_scale='token'; expected one of"),
     (dict(advantage_baseline="median"), ValueError, "advantage_baseline='median'; expected one of"),
-    (dict(epsilon=0.2), TypeError, "no option 'epsilon': this package has epsilon_low and epsilon_high"),
-    (dict(loss_type="grpo"), TypeError, r"no option 'loss_type': this package has GRPOConfig.preset\(name\)"),
-    (dict(scale_rewards="group"), TypeError, "no option 'scale_rewards': this package has advantage_scale"),
-    (dict(num_iterations=2), TypeError, "no option 'num_iterations': this package has old_logps= of the call"),
-    (dict(entropy_coeff=0.1), TypeError, "no option 'entropy_coeff': this package has entropy_coef"),
+    (dict(epsilon=0.2), TypeError, "no option 'epsilon': it is TRL's; here set epsilon_low and epsilon_high"),
+    (dict(loss_type="grpo"), TypeError, r"no option 'loss_type': it is TRL's; here use GRPOConfig.preset\(name\)"),
+    (dict(scale_rewards="group"), TypeError, "no option 'scale_rewards': it is TRL's; here set advantage_scale"),
+    (dict(num_iterations=2), TypeError, "no option 'num_iterations': it is TRL's; here pass old_logps=, which more"),
+    (dict(entropy_coeff=0.1), TypeError, "no option 'entropy_coeff': it is verl's; here set entropy_coef"),
     # a trainer that ignores an option without a word trains another loss than its user asked for
     (dict(importance_sampling_level="word"), ValueError, "importance_sampling_level='word' does not go with"),
     (dict(surrogate="gmpo", importance_sampling_level="token"), ValueError, "importance_sampling_level='token' does"),
@@ -602,8 +666,17 @@ REFUSED = [
         "contradicts entropy_aggregation='loss'",
     ),
     (dict(entropy_aggregation="mean", entropy_coef=0.1), ValueError, "entropy_aggregation='mean'; expected one of"),
-    (dict(kl_estimator="k3+", kl_score_term=True), ValueError, r"kl_score_term=True with kl_estimator='k3\+'"),
-    (dict(use_bias_correction_kl=True, kl_score_term=True), ValueError, "no bias correction, whose ratio has"),
+    (dict(kl_score_term=True), ValueError, "kl_score_term=True has no effect with beta=0"),
+    (
+        dict(kl_estimator="k3+", kl_score_term=True, beta=0.1),
+        ValueError,
+        r"kl_score_term=True with kl_estimator='k3\+'",
+    ),
+    (
+        dict(use_bias_correction_kl=True, kl_score_term=True, beta=0.1),
+        ValueError,
+        "no bias correction, whose ratio has",
+    ),
     (dict(divergence="jsd"), ValueError, "divergence='jsd' has no effect with distill_coef=0"),
     (dict(distill_coef=1.0, divergence_beta=0.5), ValueError, "has no effect with 'reverse_kl'"),
     (dict(distill_coef=1.0, divergence="jsd", divergence_beta=1.0), ValueError, r"divergence_beta=1\.0; exp"),
@@ -611,6 +684,7 @@ REFUSED = [
     (dict(distill_coef=1.0, divergence="kl"), ValueError, "divergence='kl'; expected one of reverse_kl"),
     (dict(max_completion_length=5), ValueError, "max_completion_length has no effect"),
     (dict(kl_estimator="none", beta=0.1), ValueError, "kl_estimator='none' contradicts beta"),
+    (dict(kl_estimator="none", kl_clamp=1.0), ValueError, "contradicts .*kl_clamp"),
     (dict(kl_estimator="none", use_bias_correction_kl=True), ValueError, "contradicts .*use_bias_correction_kl"),
     (dict(epsilon_low=20), ValueError, r"epsilon_low=20 with surrogate='clip'; expected a number in \[0, 1\]"),
     (dict(surrogate="ipo", epsilon_high=1.5), ValueError, "epsilon_high=1.5 with surrogate='ipo'; expected"),
@@ -644,7 +718,7 @@ def test_the_package_lists_its_public_names():
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("epsilon", "; this package has epsilon_low and epsilon_high"),
+        ("epsilon", "; it is TRL's; here set epsilon_low and epsilon_high"),
         ("beta", "; this package has config=GRPOConfig(beta=...)"),
         ("nothing", ""),
     ],

@@ -90,7 +90,7 @@ def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkey
     }
     monkeypatch.setattr(measure, "IMPLEMENTATIONS", table)
     monkeypatch.setattr(measure, "limit_memory", lambda: None)
-    found = measure._measure(TINY, list(table), Options("cpu", 2, NEVER), lambda *told: None)
+    found = measure._measure(TINY, list(table), Options("cpu", 2, NEVER), 0.0, lambda *told: None)
     assert [name for name, report in found.items() if "seconds" in report] == ["ours", "floor", "eager"]
     assert found["wrong"]["error"].startswith("wrong result") and found["absent"]["missing"] == "no such mode"
     assert found["large"]["error"].startswith("out of memory")
@@ -132,21 +132,41 @@ def test_who_kills_the_process_costs_itself_alone_and_what_was_found_in_time_is_
     deaths = {"trl": "the process ended with 1", "eager": "CUDA error: an illegal memory access was encountered"}
     names, options = ["ours", "trl", "floor", "eager"], Options("cpu", 1, NEVER)
 
-    def run(_, case, names, options):
+    def run(_, case, names, *others):
         for name in names:
             if name in deaths:
                 raise process.Died(deaths[name], name)
-        return {name: {"seconds": 1.0} for name in names}
+        return dict.fromkeys(names, timed)
 
     def late(*_):
-        raise process.Died(process.NOT_RUN, "trl", {name: {"title": name} for name in names} | {"ours": {"seconds": 1}})
+        raise process.Died(process.NOT_RUN, "trl", {name: {"title": name} for name in names} | {"ours": timed})
 
+    timed = {"seconds": {"median": 1.0}}
     found = measure.measure(TINY, names, options, run)["implementations"]
-    assert list(found) == names and found["ours"] == found["floor"] == {"seconds": 1.0}
+    assert list(found) == names and found["ours"]["seconds"] == found["floor"]["seconds"] == timed["seconds"]
     assert {name: found[name]["error"] for name in deaths} == deaths
     found = measure.measure(TINY, names, options, late)["implementations"]
-    assert list(found) == names and found["ours"] == {"seconds": 1}
+    assert list(found) == names and found["ours"]["seconds"] == timed["seconds"]
     assert all(found[name]["error"] == process.NOT_RUN for name in names[1:])
+
+
+def measure_with_a_slow_peer(case, names, options, begin, on_progress):
+    slow = Implementation("slow", lambda *_: lambda inputs: time.sleep(600))
+    measure.IMPLEMENTATIONS["trl"] = slow  # in this process alone
+    return measure._measure(case, names, Options("cpu", 2, time.time() + 8), time.time(), on_progress)
+
+
+def test_a_slow_peer_takes_half_of_what_is_left_and_all_others_have_a_time():
+    assert list(IMPLEMENTATIONS)[-1] == "compiled", "the first call that may take a minute comes last"
+    names = ["ours", "trl", "floor", "eager"]
+
+    def run(_, *given):
+        return process.run_in_subprocess(measure_with_a_slow_peer, *given, silence_s=120.0)
+
+    found = measure.measure(TINY, names, Options("cpu", 2, NEVER), run)["implementations"]
+    assert list(found) == names
+    assert found.pop("trl")["error"] == f"{process.NOT_RUN}, its first call took half of what was left"
+    assert all(report["seconds"]["median"] > 0 and report["ratio_to_floor"] > 0 for report in found.values())
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -172,7 +192,7 @@ def test_without_time_every_case_is_listed(tmp_path, capfd):
     said = capfd.readouterr().out
     assert said.count("\nnot run, out of time: ") == len(jobs("masks", "cpu"))
     assert said.startswith("10 cases, which end after 0.01 minutes with what is measured then\n")
-    assert "the time was over before 0 measurements of the cases above; --minutes takes more" in said
+    assert "out of time: 0 measurements of the cases above, 10 cases. --resume --minutes 0.02 measures again" in said
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,28 @@ def run_setup(*arguments: str, **settings: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=ROOT, env={**environment, **settings}, capture_output=True, text=True)
 
 
+@pytest.mark.parametrize("repository", ["", "https://github.com/owner/name"])
+def test_no_link_of_the_published_readme_is_relative(repository, tmp_path):
+    """PyPI resolves none: they lead to the repository, or while it has no address are text."""
+    code = (
+        "import runpy, sys; sys.path.insert(0, 'tools'); import addresses; "
+        f"addresses.URLS = {dict(Repository=repository) if repository else {}}; "
+        f"sys.argv = ['setup.py', '--quiet', 'egg_info', '--egg-base', {str(tmp_path)!r}]; "
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    (path,) = tmp_path.glob("*.egg-info/PKG-INFO")
+    metadata, _, page = path.read_text(encoding="utf-8").partition("\n\n")
+    assert "\nDescription-Content-Type: text/markdown\n" in metadata and page.startswith("# grpo-kernels\n")
+    targets, link = re.findall(r"\]\(([^)]*)\)", page), re.compile(r"\]\(([^):]*)\)")
+    files = [target for target in link.findall(README) if not target.startswith("#")]
+    assert len(files) > 20 and not link.findall(page)
+    assert len(targets) == (len(re.findall(r"\]\(", README)) if repository else len(re.findall(r"\]\(https:", README)))
+    for file in files if repository else ():
+        assert f"]({repository}/{'raw' if file.endswith('.png') else 'blob'}/main/{file})" in page
+    assert not repository or f"]({repository}#documents)" in page
+
+
 def test_the_local_version_is_of_wheels_alone():
     assert run_setup("--version").stdout.split() == ["0.1.0"]
     assert run_setup("--version", GRPO_KERNELS_LOCAL_VERSION="cu130").stdout.split() == ["0.1.0+cu130"]

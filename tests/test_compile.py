@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 import torch.autograd.forward_ad as forward_ad
 import torch.fx.experimental.proxy_tensor
-from helpers import Batch, good_calls, leaves, make_batch, off_policy
+from helpers import Batch, good_calls, leaves, make_batch, off_policy, token_inputs
 from test_teacher import KINDS, OWN, teacher_of
 from torch import func
 from torch._library.custom_ops import CustomOpDef
@@ -24,7 +24,6 @@ from grpo_kernels.head import logps_op, loss_op
 from grpo_kernels.head.shared import table_dtype
 from grpo_kernels.head.teacher import teacher_to_key
 from grpo_kernels.objective.metrics import COLUMNS
-from grpo_kernels.objective.tokens import TokenInputs
 
 
 @pytest.fixture(autouse=True)
@@ -311,8 +310,8 @@ BATCH = off_policy(make_batch(1))
 NUMBERS = {  # a call with a number, which dynamo takes for a variable from its second value on
     "temperature": lambda hidden, weight, x: gk.fused_logps(hidden, weight, BATCH.ids, temperature=0.1 * x)[0],
     "k": lambda hidden, weight, x: gk.fused_top_k(hidden, weight, x)[1].sum(-1),
-    "cap": lambda hidden, weight, x: gk.rollout_weights(hidden[..., 0], weight[:4, :6], cap=0.3 * x),
-    "bound": lambda hidden, weight, x: gk.rejection_mask(hidden[..., 0], weight[:4, :6], {"token_k2": 0.1 * x}),
+    "cap": lambda hidden, weight, x: gk.rollout_weights(hidden[..., 0] - 5, weight[:4, :6] - 5, cap=0.3 * x),
+    "bound": lambda hidden, weight, x: gk.rejection_mask(hidden[..., 0] - 5, weight[:4, :6] - 5, {"token_k2": 0.1 * x}),
 }
 
 
@@ -335,8 +334,11 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     sampling_mask = gk.SamplingMask.from_padded(torch.arange(batch.weight.shape[0])[::2].expand(4, 6, -1))
     kept = sampling_mask.ids, sampling_mask.counts
     tokens = list(
-        TokenInputs(batch.advantages, mask, old, old + 0.1, group_index=index, kept_ids=kept[0], kept_counts=kept[1])
-    )
+        token_inputs(
+            batch.ids, table_dtype(dtype), advantages=batch.advantages, completion_mask=mask, old_logps=old,
+            ref_logps=old - 0.1, group_index=index, kept_ids=kept[0], kept_counts=kept[1],
+        )[0]
+    )  # fmt: skip
     key, sparse = (gk.GRPOConfig(beta=0.1, sparse_backward=theta).key for theta in (None, 2**-6))
     name = "torch" if dtype == torch.float64 else "cpu"
     wide = table_dtype(dtype)
@@ -352,20 +354,22 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     wants = [True, True, True]
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
-        "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, sparse, name, None, wants, ""),
-        "grpo_loss, a teacher": (hidden, weight, bias, taught, 2, distils, name, None, wants, key_of_teacher),
-        "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None, 0, *none),
-        "logps, K ids": (hidden, weight, bias, of_k, numbers, True, name, None, 0, *none),
-        "logps, the likeliest": (*plain, [batch.ids, *of_k[1:]], numbers, False, name, None, 3, *none),
+        "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, True, sparse, name, None, wants, ""),
+        "grpo_loss, a teacher": (hidden, weight, bias, taught, 2, True, distils, name, None, wants, key_of_teacher),
+        "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None, None, 0, *none),
+        "logps, K ids": (hidden, weight, bias, of_k, numbers, True, name, None, None, 0, *none),
+        "logps, the likeliest": (*plain, [batch.ids, *of_k[1:]], numbers, False, name, None, None, 3, *none),
         "logps, a teacher": (
-            hidden, weight, bias, of_divergence, numbers, False, name, None, 0, key_of_teacher, distils
+            hidden, weight, bias, of_divergence, numbers, False, name, None, None, 0, key_of_teacher, distils
         ),
-        "logps_backward": (grads, plain, of_tokens, stats, numbers, name, None, *none, wants),
-        "logps_backward, K ids": ([of_k[0].to(wide), grads[1]], plain, of_k, stats, numbers, name, None, *none, wants),
+        "logps_backward": (grads, plain, of_tokens, stats, numbers, name, None, None, *none, wants),
+        "logps_backward, K ids": (
+            [of_k[0].to(wide), grads[1]], plain, of_k, stats, numbers, name, None, None, *none, wants
+        ),
         "logps_backward, a teacher": (
-            [*grads, grads[0]], plain, of_divergence, stats, numbers, name, None, key_of_teacher, distils, wants
+            [*grads, grads[0]], plain, of_divergence, stats, numbers, name, None, None, key_of_teacher, distils, wants
         ),
-        "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, key, name),
+        "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, True, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, 0, "group", "mean", 1, 1e-4, True),
     }  # fmt: skip
 
@@ -381,9 +385,9 @@ OPERATORS = {
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_opcheck_of_a_fused_loss(backend):
     """The operator returns sums, not a record, where the backend has the loss in one launch."""
-    hidden, weight, bias, tokens, groups, _, _, *rest = samples(torch.float32)["grpo_loss"]
+    hidden, weight, bias, tokens, groups, per_sequence, _, _, *rest = samples(torch.float32)["grpo_loss"]
     tokens[-2:] = None, None  # of a sampling mask, which is slow in the interpreter
-    arguments = hidden, weight, bias, tokens, groups, gk.GRPOConfig(beta=0.1).key, backend, *rest
+    arguments = hidden, weight, bias, tokens, groups, per_sequence, gk.GRPOConfig(beta=0.1).key, backend, *rest
     torch.library.opcheck(loss_op.grpo_loss, arguments)
     found = loss_op.grpo_loss(*(x.detach() for x in arguments[:3]), *arguments[3:])[3]
     assert found.shape == ((4 + 2 + 1) * len(COLUMNS) + 3,)

@@ -79,7 +79,8 @@ def test_rejection_equals_verls(verl):
     for name, bound in (("seq_sum_k1", (0.5, 2.0)), ("token_k2", 200.0), ("seq_max_k3", 5e8)):
         spec = "0.5_2.0" if isinstance(bound, tuple) else str(bound)
         expected, _ = verl.compute_rollout_rejection_mask(far, torch.ones(2, 2), name, spec)
-        assert gk.rejection_mask(far, torch.zeros(2, 2), {name: bound}).tolist() == expected.bool().tolist()
+        found = gk.rejection_mask(far - 60, torch.full((2, 2), -60.0), {name: bound})
+        assert found.tolist() == expected.bool().tolist()
         assert expected[0].all()
 
 
@@ -158,7 +159,7 @@ def test_weights_equal_verls(verl, normalize):
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", WEIGHT_LEVELS)
 def test_rollout_weights_against_a_loop(level, mode):
-    old, rollout = torch.randn(3, 5), torch.randn(3, 5)
+    old, rollout = torch.randn(3, 5) - 5, torch.randn(3, 5) - 5
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
     rollout[0, 1], rollout[1, 3] = math.nan, math.inf
     found = gk.rollout_weights(old, rollout, completion_mask=mask, level=level, mode=mode, cap=1.5, low=0.6)
@@ -178,17 +179,29 @@ def test_rollout_weights_against_a_loop(level, mode):
     assert found.shape == ((3, 5) if level == "token" else (3,))
 
 
+def test_a_ratio_at_the_limit_is_not_vetoed_and_log_ratios_end_at_20():
+    """The veto takes ratios below its bound, as verl's."""
+    zeros, old = torch.zeros(1, 2), torch.tensor([[0.0, -1.0]])
+    assert torch.equal(gk.rollout_weights(zeros, zeros, veto=1.0), torch.ones(1, 2))
+    assert torch.equal(gk.rollout_weights(old, zeros, veto=1.0), torch.zeros(1, 2))
+    old = torch.tensor([[-18.0, -19.5, -30.0]])
+    for bound, kept in ((18.0, [True, False, False]), (19.9, [True, True, False]), (20.0, [True, True, True])):
+        options = {"token_k2": bound**2 / 2 + 0.1}
+        assert gk.rejection_mask(old, torch.zeros(1, 3), options).tolist() == [kept]
+
+
 def test_masks_and_vetoes_of_whole_sequences():
-    old = torch.log(torch.tensor([[1.2, 0.9, 1.1], [3.0, 0.2, 2.0], [1e-5, 3.0, 3.0], [2.0, 2.0, 9.0]]))
-    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]])
-    found = gk.rollout_weights(old, torch.zeros(4, 3), completion_mask=mask, mode="sequence_mask")
-    w = torch.where(mask.bool(), old.exp(), 1.0)
+    ratio = torch.tensor([[1.2, 0.9, 1.1], [3.0, 0.2, 2.0], [1e-5, 3.0, 3.0], [2.0, 2.0, 9.0]])
+    rollout = torch.full((4, 3), -4.0)
+    old, mask = rollout + ratio.log(), torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    found = gk.rollout_weights(old, rollout, completion_mask=mask, mode="sequence_mask")
+    w = torch.where(mask.bool(), ratio, 1.0)
     inside = torch.tensor([True, True, False, True])[:, None]  # means 1.06, 1.06, 0.04, 2.0
     torch.testing.assert_close(found, torch.where(inside, w, 0.0))
-    found = gk.rollout_weights(old, torch.zeros(4, 3), completion_mask=mask, veto=0.3)
+    found = gk.rollout_weights(old, rollout, completion_mask=mask, veto=0.3)
     assert not found[1:3].any()
     torch.testing.assert_close(found[[0, 3]], w[[0, 3]].clamp(max=2.0))
-    assert gk.rollout_weights(old, torch.zeros(4, 3), level="sequence", veto=1e-4)[2] == 0
+    assert gk.rollout_weights(old, rollout, level="sequence", veto=1e-4)[2] == 0
 
 
 def test_rollout_weights_of_an_unbounded_gap_are_finite():
@@ -386,7 +399,9 @@ def test_the_page_has_the_defaults_of_trl_and_verl():
     given = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
     names = ("correction", "mode", "clip_max", "clip_min")
     assert [given[f"vllm_importance_sampling_{name}"] for name in names] == [True, "sequence_mask", 3.0, None]
-    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer" / "config"
+    verl = importlib.util.find_spec("verl")
+    assert verl is not None, "verl is not installed: make test EXTRAS=dev,peers"
+    folder = Path(verl.submodule_search_locations[0]) / "trainer" / "config"
     by_yaml = yaml.safe_load((folder / "algorithm" / "rollout_correction.yaml").read_text())
     module = ast.parse((folder / "algorithm.py").read_text())
     (config,) = (x for x in module.body if isinstance(x, ast.ClassDef) and x.name == "RolloutCorrectionConfig")

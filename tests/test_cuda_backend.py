@@ -51,7 +51,6 @@ class Machine:
             entry = backends._REGISTRY[name]._replace(load=load, devices=("cuda",))
             monkeypatch.setitem(backends._REGISTRY, name, entry)
         self.triton = ("", "")  # why it is missing, why it does not serve
-        monkeypatch.setattr(backends, "interpreted", lambda: False)
         forget()
 
     def has(self, **facts) -> None:
@@ -111,7 +110,7 @@ UNUSABLE = {
     "no driver": (dict(driver_cuda=0), r"no NVIDIA driver was found \(libcuda.so.1\): install one"),
     "old driver": (
         dict(driver_cuda=12080, built_for_cuda=13000),
-        r"built for CUDA 13.0 and the driver is for CUDA 12.8: update the driver, or install the wheel \+cu128",
+        r"built for CUDA 13.0 and the driver is for CUDA 12.8: update the driver",
     ),
     "older driver": (
         dict(driver_cuda=11080, built_for_cuda=12060),
@@ -145,7 +144,7 @@ def test_a_driver_of_the_same_major_version_will_do(machine, driver):
     (
         (10, 3),
         r"compute capability 10.3, and the CUDA kernels were built for sm_80 sm_90a sm_120 compute_120: update the "
-        r"driver, install the wheel of another CUDA version, or in a checkout run GRPO_KERNELS_CUDA_ARCHS=103 pip .*\.",
+        r"driver, or in a clone run GRPO_KERNELS_CUDA_ARCHS=103 pip .*\.",
     ),
 ])  # fmt: skip
 def test_a_device_without_an_image_falls_back_with_one_warning(machine, capability, sentence):
@@ -163,6 +162,7 @@ def test_a_device_without_an_image_falls_back_with_one_warning(machine, capabili
 def test_what_it_lacks_is_tritons_or_torchs(machine, monkeypatch):
     from grpo_kernels.kernels.triton.backend import TRITON
 
+    monkeypatch.delenv("TRITON_INTERPRET")
     found, _ = cuda_backend.load()
     assert found.kept_logits is TRITON.kept_logits
     assert found.exponentials.__self__.module is machine.module
@@ -183,17 +183,18 @@ def test_an_installation_without_cuda_kernels_is_a_choice(machine):
 
 
 @pytest.mark.parametrize(("of_torch", "wheel"), [("13.2", "cu130"), ("12.6", "cu128"), (None, "cu130")])
-def test_the_wheel_for_this_torch_is_named_with_the_command_that_installs_it(machine, of_torch, wheel):
+def test_the_wheel_for_this_torch_is_named_where_wheels_are_published(machine, of_torch, wheel):
     machine.without_kernels()
     machine.has(cuda=of_torch)
-    assert f"install the wheel +{wheel}, or build with" in cuda_backend.load()[1]
     published = Message()
-    published["Version"] = "0.1.0+cu128"
+    published["Version"] = "0.1.0+cpu"
+    machine.patch.setattr(cuda_backend, "metadata", lambda name: published)
+    build = "run GRPO_KERNELS_CUDA=1 pip install . in a clone"
+    assert cuda_backend.load()[1] == f"this installation has no CUDA kernels: {build}"
     for url in ("Repository, https://github.com/owner/name", "Wheels, https://owner.github.io/name/whl/"):
         published["Project-URL"] = url
-    machine.patch.setattr(cuda_backend, "metadata", lambda name: published)
     command = f"pip install grpo-kernels==0.1.0+{wheel} --extra-index-url https://owner.github.io/name/whl/{wheel}/"
-    assert f"install the wheel +{wheel} ({command}), or build with" in cuda_backend.load()[1]
+    assert f"install the wheel +{wheel} ({command}), or {build}" in cuda_backend.load()[1]
 
 
 def test_a_module_that_cannot_be_imported(machine):
@@ -209,22 +210,23 @@ def test_a_module_that_cannot_be_imported(machine):
 def test_what_it_needs_is_said(monkeypatch):
     import triton
 
+    assert kernels.why_unusable().startswith("TRITON_INTERPRET=1 is set: the interpreter computes bfloat16 wrongly")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert kernels.why_unusable() == ""
     monkeypatch.setattr(triton, "__version__", "3.3.1+git")
     assert kernels.why_unusable() == "Triton 3.3.1+git is older than 3.4, which comes with torch 2.8"
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     assert kernels.why_unusable() == ""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernels.why_unusable() == "Triton needs a GPU, and torch sees none"
     monkeypatch.setitem(sys.modules, "triton", None)
     assert kernels.why_unusable().startswith("Triton cannot be imported: ")
 
 
-def test_auto_prefers_it_on_a_gpu_and_never_interprets(monkeypatch):
+def test_auto_prefers_it_on_a_gpu(monkeypatch):
     assert choose_backend("auto", torch.device("cpu"), torch.float32) == "cpu"
     monkeypatch.setattr(backends, "unavailable_reason", lambda name, device: "not here" if name == "cuda" else "")
-    monkeypatch.delenv("TRITON_INTERPRET")
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
     assert choose_backend("auto", torch.device("cuda"), torch.float64) == "torch"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -75,6 +76,20 @@ def test_a_gpu_that_they_do_not_serve(machine):
     assert device["image"] is None and device["backend"] == "triton" and "10.3" in device["refused"]["cuda"]
     text = env.render(facts)
     assert "image none\n        uses 'triton'" in text and "        not 'cuda': NVIDIA X has compute capability" in text
+
+
+def test_triton_does_not_run_in_its_interpreter():
+    """Which is wrong in bfloat16 where the tests do not repair it: without them neither by name, nor silently."""
+    code = (
+        "import torch, grpo_kernels; from grpo_kernels.commands.cli import main; main(['env'])\n"
+        "assert 'triton' not in grpo_kernels.available_backends()\n"
+        "x = torch.zeros(1, 2, 3)\n"
+        "grpo_kernels.fused_logps(x, torch.zeros(4, 3), torch.zeros(1, 2).long(), backend='triton')"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "not 'triton': TRITON_INTERPRET=1 is set: the interpreter computes bfloat16 wrongly" in found.stdout
+    assert "backend='triton' does not serve torch.float32 logits on cpu" in found.stderr
 
 
 def test_with_nothing_optional():

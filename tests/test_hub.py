@@ -10,6 +10,7 @@ from pathlib import Path
 import kernels
 import pytest
 import torch
+import triton_interpreter
 
 import grpo_kernels as gk
 
@@ -30,9 +31,12 @@ def folder(tmp_path_factory) -> Path:
 def kernel(folder, request, monkeypatch):
     """The kernel, loaded from the folder; get_kernel is what programs call, and takes a folder from LOCAL_KERNELS."""
     if request.param == "get_local_kernel":
-        return kernels.get_local_kernel(folder, backend="cpu")
-    monkeypatch.setenv("LOCAL_KERNELS", f"someone/grpo-kernels={folder}")
-    return kernels.get_kernel("someone/grpo-kernels", version=0, backend="cpu")
+        loaded = kernels.get_local_kernel(folder, backend="cpu")
+    else:
+        monkeypatch.setenv("LOCAL_KERNELS", f"someone/grpo-kernels={folder}")
+        loaded = kernels.get_kernel("someone/grpo-kernels", version=0, backend="cpu")
+    triton_interpreter.serve(loaded.__name__)
+    return loaded
 
 
 def test_kernels_reads_what_is_written(folder):

@@ -86,10 +86,21 @@ def test_the_number_of_items_and_the_reference_model(theirs):
     compare(theirs, inputs(ref_per_token_logps=None), beta=0.1, use_ref_model=False)
 
 
+def test_other_inputs_get_no_gradient_from_either(theirs):
+    names = ("advantages", "ref_per_token_logps", "old_per_token_logps", "vllm_is_ratio")
+    given = inputs(vllm_is_ratio=0.5 + torch.rand(B, T))
+    given |= {name: given[name].requires_grad_() for name in names}
+    compare(theirs, given, beta=0.1)
+    assert all(given[name].grad is None for name in names)
+
+
+OWN = ("sparse_backward", "logits_dtype")  # options that Liger does not have
+
+
 def test_the_signatures_are_ligers(theirs):
     for name in ("__init__", "forward"):
         own, other = (
-            [p for p in inspect.signature(getattr(kind, name)).parameters.values() if p.name != "sparse_backward"]
+            [p for p in inspect.signature(getattr(kind, name)).parameters.values() if p.name not in OWN]
             for kind in (LigerFusedLinearGRPOLoss, theirs)
         )
         assert [(p.name, p.default) for p in own] == [(p.name, p.default) for p in other]

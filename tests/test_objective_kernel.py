@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from helpers import token_inputs
 from torch import Tensor
 
 from grpo_kernels.config import GRPOConfig
@@ -50,9 +51,12 @@ class Case:
             )  # fmt: skip
         if config.beta:
             given["ref_logps"] = -normal(*shape).abs()
-        inputs = TokenInputs(advantages, **given)
-        self.batch = Batch(inputs, config, "torch", ids.shape, 5, 0 if bare else 3)
-        self.tokens, self.exact = (plan(inputs, ids, config, dtype) for dtype in (torch.float32, torch.float64))
+        self.tokens, self.exact = (
+            plan(token_inputs(ids, dtype, advantages=advantages, **given)[0], ids, config, dtype, per_sequence=bare)
+            for dtype in (torch.float32, torch.float64)
+        )
+        inputs, _ = token_inputs(ids, torch.float32, advantages=advantages, **given)
+        self.batch = Batch(inputs, config, "torch", ids.shape, 5, 0 if bare else 3, None, bare)
         scored = torch.ones(ids.numel(), dtype=torch.bool) if self.tokens.scored is None else self.tokens.scored
         self.logp = torch.where(scored, -normal(ids.numel()).abs(), 0.0)
         self.entropy = torch.where(scored, normal(ids.numel()).abs(), 0.0)
@@ -156,7 +160,8 @@ def test_garbage_of_padding(kernels):
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
 def test_no_tokens(kernels, lengths):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = plan(TokenInputs(torch.ones(0), cu_seqlens=offsets), torch.ones(0).long(), GRPOConfig(), torch.float32)
+    ids = torch.ones(0).long()
+    tokens = plan(TokenInputs(torch.ones(0), cu_seqlens=offsets), ids, GRPOConfig(), torch.float32)
     nothing, index = torch.empty(0), torch.zeros(len(lengths), dtype=torch.int64)
     numbers = kernels.objective(tokens, nothing, nothing, nothing, None, index, 2)
     assert not numbers[:-3].any() and len(numbers) == len(COLUMNS) * (len(lengths) + 3) + 3
@@ -172,12 +177,13 @@ def test_long_sequences(kernels):
 def test_many_sequences_and_groups(kernels):
     """More sequences than a block of the kernel adds up at once, and groups without any."""
     config, count = GRPOConfig(), 150
-    inputs = TokenInputs(torch.randn(count), group_index=torch.randint(3, (count,)) * 20)
     ids, logp = torch.zeros(count, 3, dtype=torch.int64), -torch.rand(3 * count)
+    given = dict(advantages=torch.randn(count), group_index=torch.randint(3, (count,)) * 20)
+    (inputs, _), (exact, _) = (token_inputs(ids, dtype, **given) for dtype in (torch.float32, torch.float64))
     tokens, dlogp = plan(inputs, ids, config, torch.float32), torch.empty(3 * count)
     found = Sums.of(kernels.objective(tokens, logp, logp, dlogp, None, inputs.group_index, 50), count, 50)
     batch = Batch(inputs, config, "torch", ids.shape, count, 50)
-    loss = GRPOLoss(plan(inputs, ids, config, torch.float64), logp.double(), logp.double())
+    loss = GRPOLoss(plan(exact, ids, config, torch.float64), logp.double(), logp.double())
     loss.of_all()
     for x, y in zip(found, column_sums(batch, loss.finish()[1]), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)

@@ -164,7 +164,7 @@ def check_dtensors(rank: int, group) -> None:
     for x, exact, factor in zip((hidden, weight, bias), whole, (1, 2, 2), strict=True):
         assert torch.allclose(factor * x.grad.full_tensor(), exact.grad, atol=1e-6)  # averages, as FSDP2's
     weight, bias = (shard(getattr(batch, name)).requires_grad_() for name in names[1:])
-    with CommDebugMode() as communication, pytest.raises(TypeError, match="'epsilon'; this package has epsilon_low"):
+    with CommDebugMode() as communication, pytest.raises(TypeError, match="'epsilon'; it is TRL's; here set"):
         gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, lm_head_bias=bias, epsilon=0.2)
     assert communication.get_total_counts() == 0  # an option that does not exist is named before weights are gathered
     loss(batch.hidden, weight, bias).backward()  # every rank computes the loss of all tokens

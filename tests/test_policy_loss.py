@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import LEAVES, Batch, leaves, make_batch, packed, whole_chunk
+from test_launches import Launches
 
 import grpo_kernels as gk
 from grpo_kernels.policy import PolicyChunk
+
+# Atomic additions on a GPU, whose order no two runs share; the backward of a gather has them too.
+ATOMIC = ("index_add", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward", "bincount")
 
 
 def through_autograd(batch: Batch, loss_fn, **given):
@@ -118,3 +122,32 @@ def test_a_gradient_that_the_closure_would_lose_is_refused(name, level):
         gk.fused_policy_loss(hidden, batch.weight, batch.ids, loss_fn, **given)
     with torch.no_grad():  # nobody asks for a gradient
         assert gk.fused_policy_loss(hidden, batch.weight, batch.ids, loss_fn, **given).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_sums_over_a_sequence_are_in_a_fixed_order(dtype):
+    """Values and derivatives of index_add and a gather, without their atomic additions."""
+    sequence = torch.tensor([0, 0, 2, 5, 5, 5, 7])
+    x = (torch.arange(7) % 2 if dtype in (torch.int64, torch.bool) else torch.arange(7.0) / 4).to(dtype)
+    local = sequence.unique_consecutive(return_inverse=True)[1]
+    expected = x.new_zeros(7).index_add(0, local, x)[local]
+    chunk = PolicyChunk(torch.zeros(7), None, torch.arange(7), sequence)
+    assert torch.equal(chunk.sequence_sum(x), expected)
+    if dtype.is_floating_point:
+        with Launches() as launches:
+            leaf = x.clone().requires_grad_()
+            (chunk.sequence_sum(leaf) * x).sum().backward()
+        assert torch.equal(leaf.grad, expected) and launches.found
+        assert not any(name.removesuffix("_") in ATOMIC for name in launches.found), launches.found
+    empty = PolicyChunk(torch.zeros(0), None, sequence[:0], sequence[:0])
+    assert empty.sequence_sum(x[:0]).shape == (0,)
+
+
+def test_values_of_another_number_of_tokens_or_sequences_are_refused():
+    """A tensor with a token more per row would be read askew."""
+    batch = make_batch(2)
+    head = batch.hidden, batch.weight, batch.ids
+    for name, right, wrong in (("tokens", (4, 6), (4, 7)), ("tokens", (24,), (4,)), ("sequences", (4, 1), (4, 6))):
+        gk.fused_policy_loss(*head, lambda chunk, n=name, s=right: chunk.logps * getattr(chunk, n)(torch.ones(s)))
+        with pytest.raises(ValueError, match=rf"x has shape \({wrong[0]}.*expected one value for each of "):
+            gk.fused_policy_loss(*head, lambda chunk, n=name, s=wrong: chunk.logps * getattr(chunk, n)(torch.ones(s)))

@@ -107,7 +107,7 @@ def test_float32_logits_from_half_inputs(dtype, backend):
     assert (found.entropy - entropy).abs().max() <= 2e-5
     assert found.logps.dtype == found.entropy.dtype == found.loss.dtype == torch.float32
     assert {x.dtype for x in found.grads.values()} == {x.dtype for x in narrow.grads.values()} == {dtype}
-    if dtype == torch.bfloat16 and backend != "triton":  # whose fused product has no logits
+    if dtype == torch.bfloat16:
         assert (narrow.logps - logps).abs().max() > 1e-3
 
 
@@ -210,6 +210,15 @@ WAYS = {
     "whole completions": gk.GRPOConfig(importance_sampling_level="sequence_sum"),
     "KL": gk.GRPOConfig(beta=0.1),
 }
+
+
+def test_a_chunk_without_a_gradient_leaves_the_scale_to_the_others(backend):
+    """The scale of the first chunk, whose gradients are all 0, would stay that of the small ones behind it."""
+    batch = make_batch(0, sequences=2, length=8, width=64, vocab=512).head_as(torch.float16)
+    batch = dataclasses.replace(batch, advantages=torch.tensor([0.0, 1e-6]))
+    config = gk.GRPOConfig(static_shapes=True, chunk_rows=8, logits_dtype=torch.float16)
+    exact, _ = exact_and_eager(batch, config)
+    assert relative(ours(batch, config, backend)["weight"], exact["weight"]) < 2e-3
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -48,7 +48,7 @@ def test_python_blocks_of_the_front_page_run_one_after_another(monkeypatch):
     for package in ("transformers", "trl", "peft", "accelerate", "numpy"):
         monkeypatch.setitem(sys.modules, package, None)  # its import fails
     names: dict[str, Any] = {}
-    batch, eager, fused = python_blocks(README)
+    _, batch, eager, fused = python_blocks(README)
     run_blocks([batch, eager, fused], names)
     names["old_logps"] = names["old_logps"] + 0.2 * torch.randn(8, 10)
     found = []
@@ -60,6 +60,26 @@ def test_python_blocks_of_the_front_page_run_one_after_another(monkeypatch):
         found.append([p.grad.clone() for p in parameters])
     for ours, expected in zip(*found[::-1], strict=True):
         assert expected.any() and torch.allclose(ours, expected, atol=1e-6)
+
+
+def test_the_trl_script_of_the_front_page_runs(tmp_path, monkeypatch):
+    """One step on the CPU, with a tiny model and a local file in place of names."""
+    pytest.importorskip("trl", reason="trl is not installed: run make test")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "One"}\n{"prompt": "Two"}\n')
+    script = python_blocks(README)[0]
+    assert len(script.splitlines()) <= 15
+    for shown, small in (
+        ("Qwen/Qwen2.5-0.5B-Instruct", str(tiny_chat(tmp_path / "model"))),
+        ('"trl-lib/tldr"', f'"json", data_files={str(tmp_path / "rows.jsonl")!r}'),
+        ("max_steps=100", "max_steps=1, max_completion_length=4, use_cpu=True, report_to=[]"),
+    ):
+        assert script.count(shown) == 1
+        script = script.replace(shown, small)
+    monkeypatch.chdir(tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    names: dict[str, Any] = {}
+    run_blocks([script], names)
+    assert names["trainer"].state.global_step == 1
 
 
 def test_python_blocks_of_the_guide_run_one_after_another():
@@ -78,13 +98,47 @@ def test_the_python_block_of_the_trainer_runs(tmp_path, monkeypatch):
     assert json.loads(Path("runs/python/summary.json").read_text())["steps"] == 1
 
 
-def test_the_python_block_of_truncated_sampling_in_other_trainers_runs():
-    (block,) = (x for x in python_blocks(read("grpo_kernels/integrations/README.md")) if "sampling_support" in x)
-    names = {"hidden": torch.randn(9, 8, requires_grad=True), "lm_head": torch.nn.Linear(8, 30, bias=False)}
-    names |= {"torch": torch, "labels": torch.randint(30, (9,)), "response_mask": torch.arange(9) < 6}
-    names["rollout"] = SimpleNamespace(temperature=0.8, top_k=-1, top_p=0.9)
-    run_blocks([block], names)
-    assert names["log_probs"].requires_grad and (names["support"].counts > 0).sum() == 6
+def test_the_python_blocks_of_the_integrations_run(tmp_path, monkeypatch):
+    """With a small model in the place of the hub's, and for two steps."""
+    for_trl, for_others = python_blocks(read("grpo_kernels/integrations/README.md"))
+    small = "max_steps=2, use_cpu=True, num_generations=2, per_device_train_batch_size=2, "
+    changes = ("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_chat(tmp_path / "model"))), ("max_steps=20, ", small)
+    for shown, instead in (*changes, ("length=64", "length=4")):
+        assert shown in for_trl
+        for_trl = for_trl.replace(shown, instead)
+    monkeypatch.chdir(tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    names: dict[str, Any] = {}
+    run_blocks([for_trl, for_others], names)
+    assert names["trainer"].state.global_step == 2
+    given = [torch.randn(9, 8, requires_grad=True), torch.nn.Linear(8, 30, bias=False), torch.randint(30, (9,))]
+    given += [torch.arange(9) < 6, SimpleNamespace(temperature=0.8, top_k=-1, top_p=0.9)]
+    support = names["support_of_rollout"](*given)
+    log_probs, entropy = names["log_probs_and_entropy"](*given, support)
+    assert log_probs.requires_grad and entropy.requires_grad and (support.counts > 0).sum() == 6
+
+
+def test_the_python_block_of_corrections_runs():
+    names: dict[str, Any] = {}
+    run_blocks(python_blocks(read("docs/corrections.md")), names)
+    names["out"].loss.backward()
+    assert names["hidden"].grad.any()
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "trainers").glob("*.md")), ids=lambda page: page.stem)
+def test_the_code_of_a_page_is_that_of_the_file_which_the_comment_above_it_names(page):
+    fence = r"^(?:<!-- from (\S+) -->\n\n)?```(?:python|diff)\n(.*?)^```$"
+    blocks = re.findall(fence, page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert blocks
+    for file, code in blocks:
+        assert file and code.strip() and f"\n{code}" in f"\n{read(file)}", (file, code)
+
+
+def test_further_blocks_of_an_item_begin_with_four_spaces():
+    """Or a multiple of them: others end the list on the site, which Python-Markdown makes, and not on GitHub."""
+    folders = (ROOT / name for name in ("grpo_kernels", "docs", "bench", "examples"))
+    for path in [*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))]:
+        assert not re.findall(r"^\n(?: {4})* {1,3}\S.*", path.read_text(encoding="utf-8"), flags=re.MULTILINE), path
 
 
 def test_the_guide_names_every_metric():
@@ -177,7 +231,8 @@ PLACEHOLDERS = {"H": "64", "V": "100", "X": "2.15.0", "NAME": "sapo", "OUTPUT": 
 def commands(name: str) -> list[list[str]]:
     """Of a document: lines of blocks without a language, indented lines, and code within a paragraph, as words."""
     text = read(name)
-    blocks = re.findall(r"^ *```\n(.*?)^ *```$", text, flags=re.DOTALL | re.MULTILINE)
+    fences = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fences if not language]
     text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks += re.findall(r"(?:^    .*\n)+", text, flags=re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()

@@ -177,6 +177,10 @@ def test_logp_is_as_accurate_as_torch(kernels):
     c.check_accuracy(kernels)
 
 
+def test_a_sampled_id_that_is_nearly_certain(kernels):
+    c.check_near_certain(kernels)
+
+
 @of_cpu
 def test_threads_change_no_bit(kernels):
     logits, ids = c.make_logits(37, 4099, torch.float32)

@@ -43,7 +43,7 @@ CONFIGS: dict[str, gk.GRPOConfig] = {
     "one chunk": gk.GRPOConfig(beta=0.1, entropy_coef=0.01, temperature=0.9),
     "many chunks": gk.GRPOConfig.preset("grpo", chunk_rows=3, logit_scale=0.7, logit_softcap=3.1),
     "whole sequences": gk.GRPOConfig.preset(
-        "gspo", epsilon_low=0.1, epsilon_high=0.1, entropy_coef=0.01, chunk_rows=12
+        "gspo", epsilon_low=0.1, epsilon_high=0.1, entropy_coef=0.01, entropy_aggregation="loss", chunk_rows=12
     ),
     "sequences beyond a chunk": gk.GRPOConfig.preset("luspo", beta=0.1, chunk_rows=4),
     "static shapes": gk.GRPOConfig.preset("dr_grpo", max_completion_length=7, static_shapes=True),

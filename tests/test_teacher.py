@@ -383,15 +383,23 @@ def test_accumulated_frozen_and_without_gradients(backend, kind):
     assert relative(found.float(), exact.loss, scale) < 3e-2
 
 
-@pytest.mark.parametrize("kind", ["whole", *OWN])
-def test_a_teacher_narrower_than_a_float64_policy(kind):
-    """Its products are in float32: those of the same numbers in float64 but for their rounding."""
-    batch, results = make_batch(2, dtype=torch.float64), []
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, *OWN])
+def test_a_teacher_narrower_than_a_float64_policy(kind, masked):
+    """Its products are in float32: those of the same numbers in float64 but for their rounding. Rows that are all
+    visited and rows that are not, in one chunk and in several."""
+    batch, results = make_batch(2, dtype=torch.float64, masked=masked), []
+    mask = batch.options.get("completion_mask")
     for dtype in (torch.float32, torch.float64):
         own, teacher = leaves(batch), teacher_of(kind, shape=(4, 6))
-        given = dataclasses.replace(teacher, **{n: getattr(teacher, n).to(dtype) for n in ("hidden", "weight", "bias")})
-        loss = gk.fused_distillation_loss(own.hidden, own.weight, given).loss
-        loss = loss + gk.fused_divergence(own.hidden, own.weight, given).sum()
+        names = ("logps",) if isinstance(teacher, gk.TopKTeacher) else ("hidden", "weight", "bias")
+        given = dataclasses.replace(teacher, **{n: getattr(teacher, n).to(dtype) for n in names})
+        loss = gk.fused_divergence(own.hidden, own.weight, given, completion_mask=mask).sum()
+        for rows in (None, 5):
+            out = gk.fused_distillation_loss(own.hidden, own.weight, given, completion_mask=mask, chunk_rows=rows)
+            loss = loss + out.loss
+        config = gk.GRPOConfig(distill_coef=0.5, static_shapes=True)
+        loss = loss + call(own, config, teacher=given).loss
         results.append((loss.detach(), *torch.autograd.grad(loss, [own.hidden, own.weight])))
     assert all(relative(x, y) <= 1e-6 and y.any() for x, y in zip(*results, strict=True))
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
+import training
 from huggingface_hub import errors
 from tokenizers import processors
 
 from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels.trainer.data import Prompt, check_source, load_prompts, take
+from grpo_kernels.trainer.data import Prompt, check_source, fingerprint, load_prompts, take
 from grpo_kernels.trainer.rewards import Rewards
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -78,6 +83,17 @@ def test_every_kind_of_source_gives_the_same_prompts(suffix, tmp_path, words):
         getattr(made, f"to_{suffix[1:]}")(path)
     found = load_prompts(source, tokenizer=words, prompt_column="question", answer_column="gold")
     assert [(p.prompt, p.columns) for p in found] == [("1+2=", {"answer": "3"}), ("2+\n2=", {"answer": "4, or 5"})]
+
+
+def test_an_answer_may_be_a_part_of_a_column(words):
+    """As in verl's files."""
+    rows = [{"prompt": "1", "reward_model": {"style": "rule", "ground_truth": str(n)}} for n in range(2)]
+    found = load_prompts(rows, tokenizer=words, answer_column="reward_model.ground_truth")
+    assert [p.columns for p in found] == [
+        {"reward_model": row["reward_model"], "answer": str(n)} for n, row in enumerate(rows)
+    ]
+    dotted = load_prompts([{"prompt": "1", "a.b": "2", "a": {"b": "3"}}], tokenizer=words, answer_column="a.b")
+    assert dotted[0].columns == {"answer": "2", "a": {"b": "3"}}
 
 
 def test_a_system_prompt_is_the_first_message(with_bos):
@@ -164,6 +180,88 @@ def test_a_last_message_of_the_assistant_is_continued(with_bos):
     assert load_prompts(rows, tokenizer=with_bos)[0].ids == [3, 11, 8]  # neither the end of the turn nor a new one
 
 
+# As Qwen3's: the last message of the assistant gets an empty thought.
+THINKS = (
+    "{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' and loop.last %}<00>{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].name }}{% endif %}+{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<00>{% endif %}"
+)
+
+
+class Letters:
+    """A tokenizer whose ids are characters, around one that renders templates."""
+
+    def __init__(self, template):
+        self.made = arithmetic_tokenizer(32)
+        self.made.chat_template = template
+
+    def __getattr__(self, name):
+        return getattr(self.made, name)
+
+    def __call__(self, text, **options):
+        return {"input_ids": [*text]}
+
+
+def rendered(messages, template=THINKS, **options):
+    rows = [{"prompt": messages}, {"prompt": messages}]
+    return "".join(load_prompts(rows, tokenizer=Letters(template), **options)[1].ids)
+
+
+@pytest.mark.parametrize("content", ["<0", "<0\n", "7 "])
+def test_a_last_message_of_the_assistant_goes_on_to_the_letter_from_the_start_of_a_reply(content, capsys):
+    messages = [CHAT[1], {"role": "assistant", "content": content}]
+    assert rendered(messages) == f"u2+a{content}"
+    assert capsys.readouterr().err == (
+        "the data: 2 of 2 prompts (the first in row 0) end in a message of the assistant, which goes on from the start "
+        "of a reply: what the chat template would put before it, '<00>', is left out\n"
+    )
+    assert rendered(messages, chat_template_kwargs={"enable_thinking": False}) == f"u2+a<00>{content}"
+    trims = "{% for m in messages %}{{ m.role[0] }}{{ m.content | trim }}+{% endfor %}"
+    trims += "{% if add_generation_prompt %}a={% endif %}"  # which a message of the assistant lacks
+    assert rendered(messages, template=trims) == f"u2+a{content}"
+    assert rendered(messages, template=trims.partition("{% if add")[0]) == f"u2+a{content}"  # no start of a reply
+    assert capsys.readouterr().err == ""
+
+
+def test_a_template_that_changes_the_last_message_is_refused():
+    messages = [CHAT[1], {"role": "assistant", "content": "a b"}]
+    with pytest.raises(ValueError, match=r"row 0: the chat template (ends with|refuses)"):
+        rendered(messages, template="{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+
+
+def test_content_may_be_parts_of_text_and_calls_of_tools():
+    parts = [{"type": "text", "text": "2"}, {"type": "text", "text": "3"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    tool = {"role": "tool", "content": "5", "tool_calls": None, "name": None}
+    rows = [{"prompt": [{"role": "user", "content": parts}, call, tool]}]
+    (found,) = load_prompts(rows, tokenizer=Letters(THINKS))
+    assert "".join(found.ids) == "u23+aadd+t5+a"
+    assert found.prompt == [
+        {"role": "user", "content": "23"},
+        {**call, "content": ""},
+        {"role": "tool", "content": "5"},
+    ]
+    with pytest.raises(ValueError, match="row 0: the chat template leaves out the tool_calls of the messages"):
+        load_prompts(rows, tokenizer=Letters(THINKS.replace("m.tool_calls[0].name", "''")))
+
+
+def test_variables_of_the_chat_template():
+    assert rendered(CHAT[1:], chat_template_kwargs={"enable_thinking": True}) == "u2+a"
+    assert rendered(CHAT[1:], chat_template_kwargs={"enable_thinking": False}) == "u2+a<00>"
+    assert rendered("2", system_prompt="1", chat_template_kwargs={"enable_thinking": False}) == "s1+u2+a<00>"
+    for variables, prompt, words in (
+        ({"enable_thinkin": False}, CHAT, "the chat template does not read enable_thinkin$"),
+        ({"add_generation_prompt": False}, CHAT, "the trainer sets add_generation_prompt itself"),
+        ({"truncation": True}, CHAT, "the trainer sets truncation itself"),
+        ({"enable_thinking": False}, "2", "has no effect: the prompts of the data are texts"),
+    ):
+        with pytest.raises(ValueError, match=f"^chat_template_kwargs=.*{words}"):
+            rendered(prompt, chat_template_kwargs=variables)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        rendered(CHAT, template=None, chat_template_kwargs={"a": 1})
+
+
 def test_a_prompt_ends_with_no_end_of_sequence_unsaid(capsys):
     """One that the tokenizer appends, as with add_eos_token, is left out; one of the text or of a template stays."""
     made = arithmetic_tokenizer(32)
@@ -173,13 +271,61 @@ def test_a_prompt_ends_with_no_end_of_sequence_unsaid(capsys):
     assert [p.ids for p in load_prompts(rows, tokenizer=made)] == [[2], [3], [4, id]]
     appended, own = capsys.readouterr().err.splitlines()
     sentence = "the data: {} of 3 prompts (the first in row {}) end with an end of sequence, {!r}, {}"
-    why = "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"
+    why = "which the tokenizer appends to a text: it is left out, as a completion goes on from its prompt"
     assert appended == sentence.format(3, 0, end, why)
     why = "after which no completion goes on: does the chat template heed add_generation_prompt?"
     assert own == sentence.format(1, 2, end, why)
     made.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
     assert load_prompts([{"prompt": CHAT}], tokenizer=made)[0].ids == [2, id, 3, id]
     assert "1 of 1 prompts (the first in row 0) end with" in capsys.readouterr().err
+
+
+def test_repeated_prompts_are_said(words, capsys):
+    load_prompts([{"prompt": "1"}, {"prompt": "2"}, {"prompt": "1"}, {"prompt": "1"}], tokenizer=words)
+    assert capsys.readouterr().err == "the data: 2 of 4 prompts (the first in row 2) repeat an earlier one\n"
+
+
+# ---- the fingerprint ------------------------------------------------------------------------------------------------
+
+
+class Gold:
+    """A value of a column whose repr has an address."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+
+def columns():
+    """As a user's program makes them in each process: with values that are shown in another way each time."""
+    words = {chr(97 + i) * 3 for i in range(20)}
+    return {"set": words, "dict": {word: len(word) for word in words}, "object": Gold(frozenset(words)), "type": Gold,
+            "array": np.arange(2000.0), "when": datetime.date(2026, 1, 2),
+            "nested": [("x", 1, None, b"y"), {2.5}]}  # fmt: skip
+
+
+def test_the_same_data_has_the_same_fingerprint_in_every_process():
+    program = "from test_trainer_data import *; print(fingerprint([Prompt('1', [2], columns())]))"
+    found = {
+        subprocess.run([sys.executable, "-c", program], env=training.ENVIRONMENT | {"PYTHONHASHSEED": str(seed)},
+                       capture_output=True, text=True, check=True).stdout for seed in (1, 2)
+    }  # fmt: skip
+    assert found == {fingerprint([Prompt("1", [2], columns())]) + "\n"}
+
+
+def test_other_data_has_another_fingerprint():
+    changed = columns()["array"]
+    changed[1000] += 1  # which repr leaves out
+    for name, value in (("set", {"x"}), ("object", Gold({"x"})), ("array", changed), ("when", datetime.date.min),
+                        ("nested", [["x", 1, None, b"y"], {2.5}]), ("type", Counter), ("dict", {})):  # fmt: skip
+        other = fingerprint([Prompt("1", [2], columns() | {name: value})])
+        assert other != fingerprint([Prompt("1", [2], columns())]), name
+    circle = Gold(None)
+    circle.answers = circle
+    for value in (iter(open(__file__)), circle):  # noqa: SIM115
+        with pytest.raises(
+            ValueError, match=r"the data, row 0: the column 'x' holds a .*, which no later run could compar"
+        ):
+            fingerprint([Prompt("1", [2], {"x": value})])
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -219,7 +365,11 @@ def test_a_column_has_a_hundred_levels_at_most(tmp_path, words):
     ([GOOD, "[1]"], r"^data set '.*a.jsonl', row 1 is \[1\]; expected an object with the prompt by its name"),
     ([GOOD, {"prompt": 7}], r"row 1: the prompt is 7; expected a text or a list of messages"),
     ([GOOD, {"prompt": []}], r"row 1: the prompt is \[\]; expected"),
-    ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], r"row 0: the prompt is .*; expected"),
+    ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+     r"row 0: message 0 of the prompt has the part {'type': 'image'}; expected texts alone"),
+    ([{"prompt": [{"role": "user", "content": 7}]}], r"row 0: message 0 of the prompt has the content 7; expected a"),
+    ([{"prompt": [{"role": "user"}]}], r"row 0: message 0 of the prompt is .*; expected role and content, or tool_ca"),
+    ([{"prompt": ["1"]}], r"row 0: the prompt is \['1'\]; expected a text or a list of messages"),
     ([GOOD, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"], r"a.jsonl.*: line 2 is not JSON: .*recursion"),
     ([GOOD, {"prompt": "1\ud800"}], r"row 1: the tokenizer refuses the prompt '1\\ud800': "),
     ([GOOD, {"prompt": ""}], r"row 1: the prompt '' has no tokens"),
@@ -260,6 +410,9 @@ GOLD = {"answer_column": "gold"}
     ([{"question": "1"}], {}, "the data has no column \"prompt\"; found 'question': prompt_column names it"),
     ([{"prompt": "1"}], GOLD, "no column \"gold\"; found 'prompt': answer_column"),
     ([{"prompt": "1", "answer": "2", "gold": "3"}], GOLD, "the data has a column 'answer' beside answer_column=gold"),
+    ([{"prompt": "1"}], {"answer_column": "a.b"}, "no column \"a\"; found 'prompt': answer_column"),
+    ([{"prompt": "1", "a": {"b": 1}}, {"prompt": "1", "a": {}}], {"answer_column": "a.b"},
+     "row 1: there is no 'a.b': 'b' is looked up in {}"),
     ([7], {}, "the data, row 0 is 7; expected an object"),
     ("arithmetic", {"config": "main"}, "dataset_config='main' with 'arithmetic'"),
     ("arithmetic", {"split": "dev"}, "split='dev' of the generated task 'arithmetic'; expected 'train' or 'test'"),

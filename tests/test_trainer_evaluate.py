@@ -18,7 +18,7 @@ from training import run as train
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import evaluate as module
 from grpo_kernels.trainer.data import Prompt
-from grpo_kernels.trainer.evaluate import evaluate, final_answer, majority_at_k, pass_at_k
+from grpo_kernels.trainer.evaluate import evaluate, majority_at_k, pass_at_k, votes
 
 PROMPTS = [Prompt(f"{n}+1=", [n], {"answer": str(n + 1)}) for n in range(6)]
 
@@ -36,7 +36,7 @@ def evaluated(answers, **options):
     def sample(prompts, *, greedy, seed):
         return [([1] * len(text), text) for text in itertools.islice(itertools.cycle(answers), len(prompts))]
 
-    return evaluate(sample, PROMPTS, SimpleNamespace(score=score), **options)
+    return evaluate(sample, PROMPTS, SimpleNamespace(score=score, opens=False), **options)
 
 
 # --- estimators -------------------------------------------------------------------------------------------------------
@@ -63,8 +63,12 @@ def test_majority(answers, correct, expected):
 
 
 def test_what_votes():
-    texts = ("<answer> 7 </answer>", "#### 7", "the answer is 7.0", " 7 ", "", "<answer>7</answer><answer>8</answer>")
-    assert [*map(final_answer, texts)] == ["7", 7, 7, "7", None, texts[-1]]
+    """Equal answers, however they are written; without one all of the text."""
+    texts = (
+        "<answer> 7 </answer>", "#### 7", "the answer is 7.0", " 7 ", "", "<answer>7</answer><answer>8</answer>",
+        "\\boxed{1/2}", "<answer>north</answer>", "The answer is north.", "7", "#### 0.5",
+    )  # fmt: skip
+    assert votes(texts) == [0, 0, 0, 3, None, 5, 6, 7, 7, 3, 6]
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------

@@ -106,6 +106,13 @@ def refused(model, data, tmp_path, capfd):
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type='reduce_lr_on_plateau'", "linear, cosine"]),
     ({"use_peft": True, "lora_target_modules": ["nothing"]}, ["lora_target_modules=['nothing']: ", "not found"]),
     ({"optim_args": {"betas": [0.9, 1.0]}}, ["optim_args={'betas': [0.9, 1.0]}: Invalid beta parameter"]),
+    ({"optim_args": {"betas": [0.9]}}, ["optim_args={'betas': [0.9]}: expected two numbers as betas"]),
+    ({"optim_args": {"betas": 0.9}}, ["optim_args={'betas': 0.9}: "]),
+    ({"optim_args": {"eps": "1e-8"}}, ["optim_args={'eps': '1e-8'}: "]),
+    ({"optim_args": {"eps": 1e39}}, ["optim_args={'eps': 1e+39}: "]),
+    ({"learning_rate": 1e38}, ["learning_rate=1e+38, optim_args=None: "]),
+    ({"learning_rate": 0}, ["learning_rate=0.0, optim_args=None: a step changes a weight of 0 by 0.0; expected"]),
+    ({"reward_weights": [0]}, ["reward_weights=[0.0] leave no reward"]),
     ({"optim_args": {"amsgrad": True}}, ["expected no others than betas, eps, weight_decay"]),
     ({"report_to": "all"}, ["report_to='all'", "tensorboard, trackio, wandb"]),
     ({"config": "/no/such.yaml"}, ["config=/no/such.yaml"]),
@@ -407,13 +414,12 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
     assert found.beta == 0.005  # as if it were not there
     assert parse(["--reward-weights", "1e-3", "-1e-3", "-.5"]).reward_weights == [1e-3, -1e-3, -0.5]
     assert parse(["--bf16", "--use_cpu", "True"]).use_cpu and not parse(["--bf16=false"]).bf16
-    path.write_text("[1, 2]")
-    with pytest.raises(ValueError, match="expected options"):
-        parse(["--config", str(path)])
     wrong = ["--max-step", "1", "--delta", "1", "--no-such-option"]
     guesses = "--max-step (did you mean --max-steps?) 1 --delta 1 --no-such-option\n"
     for words, message in (
-        (wrong, guesses), (["--bf16=maybe"], "--bf16: invalid boolean value: 'maybe'"),
+        (wrong, guesses),
+        (["--reward-timeout", "9"], "--reward-timeout (this option was removed: a function that may hang sets"),
+        (["--bf16=maybe"], "--bf16: invalid boolean value: 'maybe'"),
         (["--loss-options={"], "--loss-options: invalid json_object value: '{'"),
         (["--loss-options=3"], "--loss-options: invalid json_object value: '3'"),
     ):  # fmt: skip
@@ -421,6 +427,40 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
             main(["train", *words])
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 2  # not a list of all options before what is wrong
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("optim_args: {eps: 1e-8, betas: [.9, 9E-1]}", {"optim_args": {"eps": 1e-8, "betas": [0.9, 0.9]}}),
+    ("step_delimiter: '---'", {"step_delimiter": "---"}), ("reward_funcs: ['-x', 7]", {"reward_funcs": ["-x", "7"]}),
+    ("output_dir: 2020-01-01", {"output_dir": "2020-01-01"}), ("dataset_config: no", {"dataset_config": "no"}),
+    ("system_prompt: '--help'", {"system_prompt": "--help"}), ("bf16: yes\nseed: ~", {"bf16": True, "seed": 0}),
+    ("seed: [1, 2]", "seed=[1, 2] is a list; expected int"), ("bf16: 1", "bf16=1 is a int; expected bool"),
+    ("reward_weights: {a: 1}", "expected list[float]"), ("seed: 1\nseed: 2", "seed is there twice"),
+    ("max_steps: 1\nmax-steps: 2", "max_steps is there twice"),
+    ("version: 1", "'version' is no option"), ("help: true", "'help' is no option"),
+    ("model: x", "'model' is no option"),
+    ("config: /other.yaml", "'config' is no option"), ("1: 2", "'1' is no option"), ("~: 2", "'~' is no option"),
+    ("[1]: 2", "is no option"), ("max_step: 2", "'max_step' is no option of a run (did you mean --max-steps?)"),
+    ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
+    ("[1, 2]", "it holds no options"), ("", "it holds no options"), ("seed: " + "[" * 5000, "expected options"),
+], ids=lambda value: str(value)[:20])  # fmt: skip
+def test_values_of_yaml_are_those_of_options(text, expected, tmp_path):
+    """Whatever they look like on a command line."""
+    path = tmp_path / "options.yaml"
+    path.write_text(f"{text}\n")
+    if isinstance(expected, dict):
+        found = parse(["--config", str(path)])
+        assert {name: getattr(found, name) for name in expected} == expected
+        return
+    with pytest.raises((ValueError, TypeError), match=re.escape(expected)):
+        parse(["--config", str(path)]).check_values()
+
+
+def test_a_file_of_options_is_over_the_presets_of_a_demo(tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("output_dir: mine\n")
+    found = parse(["--config", str(path), "--seed", "3"], "demo", ["--output-dir=preset", "--seed=2", "--max-steps=5"])
+    assert (found.output_dir, found.seed, found.max_steps) == ("mine", 3, 5)
 
 
 def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):

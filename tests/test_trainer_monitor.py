@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import training
 from training_logs import FAILURES, failing, log
 
 from grpo_kernels.trainer.monitor import RULES, Monitor
@@ -157,7 +158,7 @@ def test_solved_groups_are_told_from_dead_ones():
     assert found(**equal, reward=1.0, reward_min=1.0, reward_max=1.0) == ["critical"]
 
 
-@pytest.mark.parametrize("big", [1e300, -1e300, 1e155, 5e-324])
+@pytest.mark.parametrize("big", [1e300, -1e300, 1.7e308, 1e155, 5e-324])
 def test_every_float_is_taken(big):
     records = log(60)
     for record in records[1::2]:
@@ -167,6 +168,41 @@ def test_every_float_is_taken(big):
     alarms(records)
 
 
+@pytest.mark.parametrize(("options", "kinds"), [
+    ({"max_grad_norm": 1e-12}, ["vanishing_steps"]), ({"max_grad_norm": 1e-3}, []),
+    ({"optim_args": {"eps": 1e6}}, ["vanishing_steps"]),
+])  # fmt: skip
+def test_a_run_whose_weights_do_not_move(options, kinds, trained, capfd):
+    records = training.steps(trained(reward_funcs="training:length", max_steps=10, **options))
+    found = [alarm["kind"] for record in records for alarm in record.get("warnings", [])]
+    assert [kind for kind in found if kind == "vanishing_steps"] == kinds
+
+
+def test_a_warm_up_beyond_the_run_is_said(trained, capfd):
+    trained(lr_scheduler_type="constant_with_warmup", warmup_steps=5, max_steps=2)
+    assert "warmup_steps=5 is beyond max_steps=2: learning_rate is not reached\n" in capfd.readouterr().err
+
+
 def test_the_readme_describes_every_alarm():
     text = README.read_text(encoding="utf-8")
     assert [kind for kind in RULES if f"`{kind}`" not in text] == []
+
+
+def test_low_entropy_where_half_of_the_groups_are_solved_is_no_collapse():
+    records = failing("mode_collapse")
+    assert {alarm.kind for _, alarm in alarms(records)} == {"mode_collapse"}
+    for record in records[1:]:
+        if "loss" in record or "entropy" in record:
+            record["all_max_groups"] = 0.6
+    assert alarms(records) == []
+
+
+def test_an_episode_of_hacking_ends_with_the_next_evaluation():
+    monitor, limits = Monitor(), {"reward_min": 0.0, "reward_max": 1.0}
+    for i, held_out in enumerate((0.4, 0.2, 0.45, 0.2), 1):
+        for step in range(20 * (i - 1) + 1, 20 * i + 1):
+            monitor.update({"step": step, "reward": 0.2 * i, **limits})
+        monitor.update({"step": 20 * i, "evaluation": {"reward": held_out, "reward_error": 0.01}})
+    assert [(alarm.kind, alarm.first, alarm.last) for alarm in monitor.alarms] == [
+        ("reward_hacking", 40, 60), ("reward_hacking", 80, None),
+    ]  # fmt: skip

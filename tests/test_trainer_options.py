@@ -276,7 +276,6 @@ def test_a_reward_that_changes_the_working_directory(model, data, tmp_path, monk
     for name, further in (
         ("run", {"save_total_limit": 9}),
         ("resumed", {"resume_from_checkpoint": "run/checkpoint-2"}),
-        ("in processes", {"reward_timeout": 9.0, "max_steps": 1}),
     ):
         monkeypatch.chdir(tmp_path)
         assert run(output=Path(name), **options | further) == 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import json
-import os
 import re
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -148,7 +148,7 @@ def test_the_adapter_of_a_model_is_trained_on(use_peft, model, data, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
     lm = adapted(model, "mine", use_rslora=True, lora_dropout=0.1)
     lm.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
-    before, given = logits(lm.eval()), options(tmp_path / "run", learning_rate=0.0, use_peft=use_peft)
+    before, given = logits(lm.eval()), options(tmp_path / "run", learning_rate=1e-30, use_peft=use_peft)
     assert train(lm, training.length, rows_of(data), given)["steps"] == 3
     result = load(tmp_path / "run" / "model", model)
     torch.testing.assert_close(logits(result.eval()), before)
@@ -175,7 +175,7 @@ def test_an_adapter_in_a_folder_is_trained_on(model, data, tmp_path, monkeypatch
         "start", "bare", ignore=lambda folder, names: [n for n in names if "token" in n]
     )  # as PEFT saves it
     for name in ("start", "bare"):
-        given = options(tmp_path / f"of-{name}", learning_rate=0.0, use_peft=True)
+        given = options(tmp_path / f"of-{name}", learning_rate=1e-30, use_peft=True)
         train(name, training.length, rows_of(data), given)
         result = load(tmp_path / f"of-{name}" / "model", model)
         assert torch.equal(logits(result), logits(start))
@@ -249,22 +249,18 @@ def test_adapters_whose_files_cannot_be_used(model, data, tmp_path):
             train(start, training.length, rows_of(data), options(tmp_path / "run", use_peft=True))
 
 
-def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path, monkeypatch):
-    def local(completions, **columns):
-        return [0.0] * len(completions)
+def test_an_async_reward_runs_in_a_notebook(model, data, tmp_path):
+    """In a running event loop, and in a thread that is not the main one."""
 
-    with pytest.raises(
-        ValueError, match=r"reward_timeout with .*local, which no process can import; expected a function"
-    ):
-        train(str(model), local, str(data), options(tmp_path / "run", reward_timeout=9.0))
-    code = "import os\nparent = os.getpid()\ndef elsewhere(completions, **_):\n"
-    code += "    return [float(os.environ['TRAINER'] != str(os.getpid()))] * len(completions)\n"
-    (tmp_path / "light_reward.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("TRAINER", str(os.getpid()))
-    function = importlib.import_module("light_reward").elsewhere
-    train(str(model), function, str(data), options(tmp_path / "run", reward_timeout=9.0))
-    assert [step["reward"] for step in training.steps(tmp_path / "run")] == [1.0] * 3
+    async def length(completions, **columns):
+        await asyncio.sleep(0)
+        return [float(len(completion)) for completion in completions]
+
+    async def notebook(name):
+        return train(str(model), length, str(data), options(tmp_path / name))["steps"]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert asyncio.run(notebook("run")) == pool.submit(lambda: asyncio.run(notebook("thread"))).result() == 3
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), [

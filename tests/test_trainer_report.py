@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_and_is_damaged(tmp_path, monkeypatch):
     ]
 
 
-NUMBERS = ["-" + "1" * 300, "1e300", "5e-324", "NaN", "-Infinity", "null"]
+NUMBERS = ["-" + "1" * 300, "1e300", "1.6e308", "-1.7976931e308", "5e-324", "NaN", "-Infinity", "null"]
 OTHERS = ["[1, 2]", '{"a": [[]]}', '"text"', "true", "1" * 5000, "[" * 5000 + "]" * 5000]
 
 
@@ -141,6 +141,14 @@ def test_what_log_extra_cannot_write_is_left_out(tmp_path):
     rows = report.read_lines(tmp_path / "samples.jsonl", notes)
     assert [row["extra"] for row in rows] == ["cannot be written as JSON: mine, other"] * 3 + [{"mine": "{1}"}]
     assert notes == [] and rows[0]["reward"] is None
+
+
+def test_numbers_whose_sum_no_float_holds(tmp_path):
+    records = log(30)
+    for record in records:
+        record.update({"reward": 1.6e308, "tokens_per_second": 1.7976931e308} if "loss" in record else {})
+    data = page_data(write_report(write_run(tmp_path, records, [])))
+    assert data["tiles"][1]["value"] == "1.6e+308" and data["series"]["reward"]["y"] == [1.6e308] * 30
 
 
 def test_a_run_without_a_step(tmp_path):

@@ -30,7 +30,7 @@ from training import run, same_weights, steps
 from grpo_kernels.trainer import RunError, files, sampling
 from grpo_kernels.trainer.checkpoint import find_checkpoint
 from grpo_kernels.trainer.loop import Trainer
-from grpo_kernels.trainer.ranks import Interrupted, Ranks, Signals
+from grpo_kernels.trainer.ranks import Ranks, Signals
 
 # Rollouts of two steps, used twice, over 6 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,
 # between their two uses, and epochs end inside of rollouts. The reference policy moves, beta and the rate change.
@@ -186,25 +186,6 @@ def test_19_pruning_keeps_what_can_be_resumed(model, data, output):
     assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-60"}
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt, Interrupted])
-def test_19_a_folder_is_replaced_whole_or_not_at_all(error, tmp_path):
-    """Whatever an earlier process has left, and where an interrupt comes while it is written."""
-
-    def fill(folder):
-        (folder / "new").write_text("")
-        if error:
-            raise error
-
-    for name in ("checkpoint-1", ".checkpoint-1.replaced", ".checkpoint-1.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "old").write_text("")
-    with pytest.raises(error) if error else contextlib.nullcontext():
-        files.write_atomically(tmp_path / "checkpoint-1", fill)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-    found = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
-    assert found == ({"old"} if error else {"new", "checksums.json"})
-
-
 def rewritten(checkpoint, **files):
     """Write files of a checkpoint anew, by functions of their paths, with checksums that are right."""
     sums = json.loads((checkpoint / "checksums.json").read_text())
@@ -261,7 +242,7 @@ def changed_number(*keys, value):
     ({"state": lambda path: torch.save(Path("x"), path)}, "state.pt is not as a run writes it: UnpicklingError"),
     ({"checksums.json": lambda path: os.truncate(path, path.stat().st_size // 2)}, "JSONDecodeError: "),
     ({"checksums.json": Path.unlink}, "it holds no checksums.json: it was not written by grpo-kernels train"),
-    ({"model": Path.unlink}, "FileNotFoundError: "),
+    ({"model": Path.unlink}, "it has lost model.safetensors"),
 ])  # fmt: skip
 def test_an_unsound_checkpoint_is_skipped_and_refused_by_name(files, words, output, capfd):
     """Whatever its checksums say: an earlier version has saved what is not finite."""
@@ -362,6 +343,21 @@ def test_other_prompts_are_refused(model, data, output, capfd):
     assert f"was written with other prompts: dataset_name={data} has changed since" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["model_name_or_path", "teacher_model_name_or_path"])
+def test_another_model_under_the_same_path_is_refused(option, model, data, tmp_path, capfd):
+    """The frozen one of an adapter, or a teacher, of which a checkpoint holds nothing. A single number is seen."""
+    start = shutil.copytree(model, tmp_path / "start")
+    options = {"max_steps": 1, option: start, "use_peft": option == "model_name_or_path"}
+    assert run(model, data, tmp_path / "run", **options) == 0
+    again = options | {"max_steps": 2, "resume_from_checkpoint": "auto"}
+    save_file(tensors := load_file(start / "model.safetensors"), start / "model.safetensors", {"format": "pt"})
+    assert run(model, data, tmp_path / "run", **again) == 0
+    tensors["model.embed_tokens.weight"][3, 5] += 1
+    save_file(tensors, start / "model.safetensors", {"format": "pt"})
+    assert run(model, data, tmp_path / "run", **again | {"max_steps": 3}) == 2
+    assert f"was written with another model: {option}={start} has changed since" in capfd.readouterr().err
+
+
 def test_an_evaluation_that_was_cut_short_is_made_after_the_resume(model, data, tmp_path, monkeypatch):
     options = {"max_steps": 4, "eval_dataset_name": data, "eval_max_prompts": 2, "eval_steps": 2, "save_steps": 0}
     original = Trainer.evaluate
@@ -415,14 +411,15 @@ def test_pitfall_19_a_full_disk_keeps_what_was_there(disk, model, data, output, 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "samples.jsonl", "config.json"])
 def test_a_full_disk_names_the_file(name, model, data, tmp_path, monkeypatch, capfd):
-    opened, written, file = Path.open, Path.write_text, tmp_path / "run" / name
+    opened, file = files.open_file, tmp_path / "run" / name
 
-    def device(path, mode="w"):
-        full = mode in ("w", "a") and path in (file, file.with_name(f".{file.name}.partial"))
-        return Path("/dev/full") if full else path
+    def open_file(path, mode):
+        full = mode != "rb" and name in path.name and path.parent == file.parent
+        if mode == "ab":
+            path.touch()
+        return open("/dev/full", "wb") if full else opened(path, mode)
 
-    monkeypatch.setattr(Path, "open", lambda path, mode="r", **options: opened(device(path, mode), mode, **options))
-    monkeypatch.setattr(Path, "write_text", lambda path, text, **options: written(device(path), text, **options))
+    monkeypatch.setattr(files, "open_file", open_file)
     assert run(model, data, tmp_path / "run") == (2 if name == "config.json" else 1)
     assert f"grpo-kernels train: {file} could not be written: No space left on device\n" in capfd.readouterr().err
 
@@ -437,8 +434,10 @@ def test_pitfall_19_another_configuration_is_refused_by_name(model, data, whole,
 def test_a_longer_run_goes_on_where_the_rate_does_not_depend_on_the_length(model, data, output, capfd):
     """Another number of threads is said. What a killed process left is removed, and no other hidden file."""
     rewritten(output / "checkpoint-6", state=changed_state(environment={"threads": 99}))
-    for name in (".checkpoint-7.partial", ".model.partial", ".checkpoint-5.replaced"):
+    unique = "0123456789abcdef"
+    for name in (f".checkpoint-7.{unique}.partial", f".model.{unique}.partial", f".checkpoint-5.{unique}.replaced"):
         (output / name).mkdir()
+    (output / "checkpoint-6").rename(output / f".checkpoint-6.{unique}.replaced")  # and has its name again
     (output / ".notes.partial").write_text("")
     assert run(model, data, output, **RESUMED | {"max_steps": 8, "save_steps": 0}) == 0
     assert [r["step"] for r in steps(output)] == list(range(1, 9))

@@ -15,10 +15,12 @@ import pytest
 import torch
 import training
 from tiny_models import STATE_MODELS, TINY_MODELS, VOCAB, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import run, steps
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from grpo_kernels.commands.cli import main
+from grpo_kernels.trainer import RunError, vllm
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.decoding import Decoder, decoding_error
 from grpo_kernels.trainer.model import Policy
@@ -68,6 +70,27 @@ def test_rows_that_have_ended_leave_the_batch():
         going = sum(length > calls for length in lengths)
         assert going <= size and (size == 64 or going > 0)
     assert all(s.ended for s in found if len(s.ids) < 32)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 9}, {"min_p": 0.05}, {}])
+def test_a_token_of_any_number_of_rows_is_one_read(options, monkeypatch):
+    """On a GPU each waits for all work before it. The kept ids are one read in the end."""
+    model, arguments, reads = tiny_model("llama"), TrainArguments(max_completion_length=LENGTH, **options), []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+                reads.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append("tolist") or read(self))
+    monkeypatch.setattr(Decoder, "_call", lambda self: torch.randn(len(self.ids), VOCAB))  # the model has its own
+    for rows in (2, 64):
+        reads.clear()
+        with Reads():
+            (s, *_) = generate(model, [[5, 6, 7]] * rows, arguments, ends=[VOCAB], pad_id=0)
+        assert len(reads) == LENGTH + bool(options) and (s.kept is not None) == bool(options)
 
 
 # --- whether a model can be sampled with its cache --------------------------------------------------------------------
@@ -198,7 +221,8 @@ def test_draws_have_the_probabilities_that_they_are_told():
 # A stand-in; tests/real_vllm.py has the engine itself. `Engine` and `SamplingParams` hold what the trainer asks of vLLM
 # 0.32: arguments by these names alone, weights by the names of a checkpoint, logprobs per token as {id: .logprob}, and
 # sampling masks, which vLLM's engine for CPUs does not give. It samples with transformers, from the weights that it was
-# given and from nothing else: wrong ones show in rollout_mismatch.
+# given and from nothing else: wrong ones show in rollout_mismatch. As in vLLM the head of a tied model is the
+# embedding, and its weights are passed over.
 
 SamplingParams = namedtuple(
     "SamplingParams",
@@ -211,14 +235,15 @@ class Engine:
 
     def __init__(
         self, model, *, dtype, seed, gpu_memory_utilization, tensor_parallel_size, trust_remote_code,
-        distributed_executor_backend, generation_config, logprobs_mode, return_sampling_mask=False, max_model_len=None,
-        block_size=None,
+        distributed_executor_backend, generation_config, logprobs_mode, max_model_len, hf_overrides,
+        return_sampling_mask=False, block_size=None, quantization=None,
     ):  # fmt: skip
         assert dtype in ("float32", "bfloat16") and generation_config == "vllm"
         assert logprobs_mode == "processed_logprobs"
         self.masks, self.backend = return_sampling_mask, distributed_executor_backend
         self.given = (max_model_len, block_size)
-        self.lm = AutoModelForCausalLM.from_pretrained(model).eval()
+        self.head_dtype = getattr(torch, hf_overrides.pop("head_dtype"))
+        self.lm = AutoModelForCausalLM.from_pretrained(model, **hf_overrides).eval()
         for parameter in self.lm.parameters():
             parameter.data.zero_()  # nothing of what it is asked comes from the folder
         self.loads = self.packed = self.resets = self.ends = 0
@@ -230,13 +255,18 @@ class Engine:
         assert method == "reload_weights"
         self.loads += 1
         found, own = dict(kwargs["weights_iterator"]), dict(self.lm.named_parameters())
+        if self.lm.config.tie_word_embeddings:
+            found.pop("lm_head.weight", None)
         assert found.keys() == own.keys()
         for name, parameter in own.items():
             assert type(found[name]) in (torch.Tensor, torch.nn.Parameter)  # no DTensor
             parameter.data.copy_(found[name])
 
     def apply_model(self, function):
+        if function is vllm._head:
+            return [(self.head_dtype, self.lm.config.tie_word_embeddings)]
         self.packed += 1
+        return [None]
 
     def reset_prefix_cache(self):
         self.resets += 1
@@ -296,14 +326,14 @@ def test_vllm_samples_from_the_weights_after_each_update(options, data, trained,
     folder = trained(**given)
     records, (engine,) = steps(folder), Engine.made
     first = [record for record in records if "rollout_mismatch/max" in record]
-    assert len(first) == 4 // options.get("num_iterations", 1) == engine.loads - 1  # and one for the last evaluation
+    assert len(first) == 4 // options.get("num_iterations", 1) == engine.loads - 2  # and the check, the last evaluation
     assert all(record["rollout_mismatch/max"] < 1e-4 and record["rollout_ess"] > 0.99 for record in first)
     assert records[0]["grad_norm"] > 0 and engine.backend is None and engine.ends == 1
     assert ("sampling_mask/kept_mass" in records[0]) == engine.masks == ("top_k" in options)
-    assert engine.given == ((20, 16) if "vllm_kwargs" in options else (None, None))
+    assert engine.given == ((20, 16) if "vllm_kwargs" in options else (6 + 5, None))  # its longest prompt, a completion
     rollout = training.rollouts(folder)[0]
     assert len({tuple(c.ids) for c in rollout[:4]}) > 1  # pitfall 17: each completion has a seed of its own
-    between = engine.settings[10:-10]  # the evaluations, each of 2 prompts and 5 completions
+    between = engine.settings[8 + 10 : -10]  # the check; the evaluations, each of 2 prompts and 5 completions
     assert len({how.seed for how in between}) == len(between) == 8 * len(first)
     assert {how.temperature for how in engine.settings} == {options.get("temperature", 1.0)}
     assert {how.top_k for how in engine.settings} == {1, options.get("top_k", 0)}  # greedy, and not
@@ -331,10 +361,67 @@ def test_vllm_samples_from_an_adapter_that_is_trained_on(changes, words, model, 
         assert all(record["rollout_mismatch/max"] < 1e-4 for record in steps(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(("method", "status"), [("__init__", 2), ("generate", 1)])
-def test_an_error_of_the_engine_is_one_sentence(method, status, model, data, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("changes", "name"), [
+    ({}, "lora_A-mine"),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, "default"),
+    ({"target_modules": ["q_proj", "lm_head"]}, "default"),
+    ({"modules_to_save": ["lm_head"]}, "lora_A-mine"),
+    ({"modules_to_save": ["embed_tokens"]}, "default"),
+    ({"modules_to_save": ["lm_head", "embed_tokens"]}, "default"),
+    ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, "lora_A-mine"),
+])  # fmt: skip
+def test_vllm_has_both_ends_of_a_model_that_an_adapter_trains(changes, name, tied, tmp_path):
+    """Tied or not: PEFT makes two weights of one. Another adapter, which is not active, is left out."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    lm = tiny_model("llama", tie_word_embeddings=tied)
+    lm.save_pretrained(tmp_path)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **changes})
+    lm = peft.get_peft_model(lm, config, adapter_name=name)
+    lm.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=["norm"]))
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.requires_grad else 0))
+    vllm.check_adapter(lm)
+    arguments = TrainArguments(max_completion_length=LENGTH)
+    engine = VLLM(str(tmp_path), arguments, lm, 20)
+    one_weight = "ensure_weight_tying" in changes or changes == {}
+    assert Engine.made[0].lm.config.tie_word_embeddings == (tied and one_weight)
+    for s in engine.sample(lm, [[5, 6, 7]] * 4, arguments, greedy=False, step=0, ends=[VOCAB]):
+        torch.testing.assert_close(s.logps, own_logps(lm, [5, 6, 7], s.ids), atol=1e-4, rtol=0)
+
+
+def test_a_head_that_vllm_ties_all_the_same_is_refused(tmp_path, monkeypatch):
+    lm = tiny_model("llama", tie_word_embeddings=True)
+    lm.save_pretrained(tmp_path)
+    monkeypatch.setattr(Engine, "apply_model", lambda self, function: [(torch.float32, True)])
+    VLLM(str(tmp_path), TrainArguments(), lm, 20)
+    lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.clone())
+    with pytest.raises(RunError, match=r"^use_vllm: this model ties lm_head and embedding, vLLM whatever its config"):
+        VLLM(str(tmp_path), TrainArguments(), lm, 20)
+
+
+@pytest.mark.parametrize(("overrides", "error", "words"), [
+    ({"head_dtype": "bfloat16"}, ValueError, "the trainer sets head_dtype itself"),
+    ([], TypeError, "hf_overrides is a list; expected a dict"),
+])  # fmt: skip
+def test_overrides_of_the_trainer_and_of_the_user(overrides, error, words, model):
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    VLLM(str(model), TrainArguments(vllm_kwargs={"hf_overrides": {"hidden_act": "gelu"}}), lm, 20)
+    assert Engine.made[0].lm.config.hidden_act == "gelu"
+    with pytest.raises(error, match=words):
+        VLLM(str(model), TrainArguments(vllm_kwargs={"hf_overrides": overrides}), lm, 20)
+
+
+@pytest.mark.parametrize(("method", "calls", "status"), [("__init__", 0, 2), ("generate", 0, 2), ("generate", 1, 1)])
+def test_an_error_of_the_engine_is_one_sentence(method, calls, status, model, data, tmp_path, monkeypatch, capsys):
+    """At the start, in the check at set-up, and in the first rollout."""
+    call, left = getattr(Engine, method), iter(range(calls))
+
     def fail(self, *args, **options):
-        raise AssertionError("no memory\nfor blocks")
+        if next(left, None) is None:
+            raise AssertionError("no memory\nfor blocks")
+        return call(self, *args, **options)
 
     monkeypatch.setattr(Engine, method, fail)
     given = {"use_vllm": True, "vllm_kwargs": {"block_size": 20}, "reward_funcs": "training:length"}
@@ -345,4 +432,5 @@ def test_an_error_of_the_engine_is_one_sentence(method, status, model, data, tmp
 
 def test_under_torchrun_the_engine_takes_the_launchers_ranks(model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    assert VLLM(str(model), TrainArguments(bf16=True)).engine.backend == "external_launcher"
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    assert VLLM(str(model), TrainArguments(bf16=True), lm, 20).engine.backend == "external_launcher"

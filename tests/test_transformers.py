@@ -340,6 +340,47 @@ def test_noise_is_none_of_the_usual_mistakes():
             check_alignment(model, *given)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gptj"])
+@pytest.mark.parametrize(("made", "told"), [(0.5, 1.0), (0.7, 1.0), (1.3, 1.0), (3.0, 1.0), (0.6, 0.9), (1.0, 0.7)])
+def test_a_temperature_that_the_check_is_not_told_is_fitted(family, made, told):
+    model, inputs = tiny_model(family), batch()
+    result = check_alignment(model, inputs, own_call(model, inputs, temperature=made), temperature=told)
+    kind = "a forgotten" if made == 1.0 else "another"
+    expected = f"{kind} temperature: they are at {made:g}, where the check was told {told:g}"
+    assert not result.aligned and result.message.endswith(f"it looks like {expected}"), result
+
+
+def test_a_forward_without_the_mask_of_left_padding_is_named():
+    model, inputs = tiny_model("llama"), batch()
+    ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
+    mask[0, :3] = 0
+    ids[mask == 0] = model.config.pad_token_id
+    ids[:, :3][mask[:, :3] == 1] = 7
+    inputs |= {"input_ids": ids, "attention_mask": mask, "completion_ids": ids[:, -LENGTH:]}
+    bare = inputs | {"attention_mask": torch.ones_like(mask), "completion_mask": mask[:, -LENGTH:]}
+    named = "it looks like a forward without an attention_mask, of prompts that are padded on the left"
+    logps = own_call(model, bare)
+    assert check_alignment(model, inputs).aligned
+    assert named in check_alignment(model, inputs, logps).message
+    del bare["attention_mask"]
+    result = check_alignment(model, bare, logps)
+    assert result.aligned and result.message.endswith("config.pad_token_id, and batch has no attention_mask")
+    result = check_alignment(model, bare, own_call(model, inputs))
+    assert not result.aligned and named in result.message
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "named"),
+    [("gpt2", {"embd_pdrop": 0.1}, "drop (p=0.1)"), ("llama", {"attention_dropout": 0.2}, "attention_dropout (0.2)")],
+)
+def test_dropout_that_is_on_is_named(family, options, named):
+    model, inputs = tiny_model(family, **options).train(), batch()
+    result = check_alignment(model, inputs)
+    assert not result.aligned and result.message.startswith("not compared: the model is in training mode and ")
+    assert named in result.message
+    assert check_alignment(model.eval(), inputs).aligned
+
+
 def test_the_base_weight_of_a_head_with_adapters_is_named():
     peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], init_lora_weights=False)

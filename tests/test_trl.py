@@ -786,6 +786,48 @@ def test_what_cannot_be_honoured_raises_at_construction(name, value):
         parity.make_trainer(integration.FusedGRPOTrainer, "qwen2", {name: value})
 
 
+def test_a_loss_that_would_have_no_effect_is_refused():
+    """TRL's own variants, and a user's; what does not touch the loss works, and an own loss in front."""
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    fused = integration.FusedGRPOTrainer
+
+    class OwnLoss(integration.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) * 2
+
+    class Masks(fused):
+        @staticmethod
+        def get_off_policy_mask(*args, **kwargs):
+            return None
+
+    for base, words in ((GMPOTrainer, "has GMPOTrainer._compute_loss"), (OwnLoss, "OwnLoss._compute_loss")):
+        with pytest.raises(TypeError, match=f"{words}, which FusedGRPOTrainer does not call"):
+            parity.make_trainer(type("Both", (fused, base), {}), "qwen2", {})
+    with pytest.raises(TypeError, match=r"Masks has .*Masks.get_off_policy_mask, which"):
+        parity.make_trainer(Masks, "qwen2", {})
+
+    class Logs(integration.GRPOTrainer):
+        def log(self, *args, **kwargs):
+            self.logged = True
+            return super().log(*args, **kwargs)
+
+    for bases in ((fused, Logs), (OwnLoss, fused)):
+        parity.make_trainer(type("Both", bases, {}), "qwen2", {})
+
+    @dataclasses.dataclass
+    class Config(integration.trl.GRPOConfig):
+        of_my_reward: float = 1.0
+
+    given = {"model": tiny_model("qwen2"), "processing_class": parity.tokenizer(), "train_dataset": parity.prompts()}
+    given |= {"reward_funcs": parity.reward}
+    plain = dict(use_cpu=True, report_to=[], bf16=False)
+    for config, words in ((GMPOConfig, "args is a GMPOConfig, of a loss"), (Config, "Config with of_my_reward, which")):
+        with pytest.raises(TypeError, match=words):
+            fused(args=config(**plain), **given)
+    type("Mine", (fused,), {})(args=Config(**plain), **given)
+
+
 def test_other_versions_of_trl_and_none_are_refused_and_no_verl():
     code = """
 import importlib.util, sys, types

@@ -1,7 +1,13 @@
-"""VARIANTS.md: each row against the formula of the trainer that it names, in float64, values and gradients."""
+"""VARIANTS.md: each row against the formula of the trainer that it names, in float64, values and gradients. Options of
+other trainers that are given to GRPOConfig or to a loss."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +18,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.config.trainers import NAMES
 
 PAGE = Path(__file__).resolve().parents[1] / "VARIANTS.md"
 TABLE = PAGE.read_text(encoding="utf-8").split("\n|---|---|---|---|\n")[1].split("\n\n")[0]
@@ -312,3 +319,74 @@ def test_a_row_has_the_values_and_gradients_of_its_trainer(trainer, option):
     for x, y in pairs:
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
         assert y.any()
+
+
+# --- options of other trainers -------------------------------------------------------------------------------------
+
+
+def fields_of(package: str, files: dict[str, tuple[str, ...]]) -> set[str]:
+    """The fields of these classes in an installed package's files, which are read: verl's import needs Ray."""
+    root = Path(importlib.util.find_spec(package).submodule_search_locations[0])
+    found = set()
+    for file, classes in files.items():
+        for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name in classes:
+                found |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
+    return found
+
+
+VERL = {
+    "workers/config/actor.py": ("ActorConfig", "PolicyLossConfig", "FSDPActorConfig"),
+    "trainer/config/algorithm.py": ("AlgoConfig", "KLControlConfig", "RolloutCorrectionConfig"),
+}
+INSTALLED = {
+    "TRL": lambda: (
+        fields_of("trl", {"trainer/grpo_config.py": ("GRPOConfig",)})
+        | fields_of("transformers", {"training_args.py": ("TrainingArguments",)})
+    ),
+    "verl": lambda: fields_of("verl", VERL),
+}
+# What belongs to the loss, by how it begins.
+OF_THE_LOSS = {
+    "TRL": "epsilon|delta|beta|loss_|scale_|sapo_|vespo_|(vllm_)?importance_|entropy_|top_ent|off_policy|use_bias",
+    "verl": "clip_|kl_|use_kl|entropy_coef|tau_|loss_(mode|agg|scale)|policy_loss|dro_|ppo_kl|rollout_(is|rs)|norm_adv",
+}
+
+
+@pytest.mark.parametrize("trainer", NAMES)
+def test_options_of_other_trainers_are_theirs_and_all_of_the_loss_are_answered(trainer):
+    fields, own = INSTALLED[trainer](), {f.name for f in dataclasses.fields(gk.GRPOConfig)}
+    assert len(fields) > 40 and NAMES[trainer].keys() <= fields - own
+    of_the_loss = {name for name in fields if re.match(OF_THE_LOSS[trainer], name)}
+    assert len(of_the_loss) > 15 and of_the_loss <= NAMES[trainer].keys() | own
+    arguments = {*inspect.signature(gk.fused_grpo_loss).parameters, "entropy_coef"}
+    for name, hint in NAMES[trainer].items():
+        named = re.findall(r"\bset (\w+)|\bset \w+(?:='\w+')? and (\w+)|\bset \w+='\w+', (\w+) and (\w+)=", hint)
+        assert {x for group in named for x in group if x} <= own, (name, hint)
+        assert set(re.findall(r"pass (\w+)=", hint)) <= arguments, (name, hint)
+        assert all(hasattr(gk, x) for x in re.findall(r"=(\w+)\(", hint)), (name, hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("kl_coef", "it is verl's; here subtract the KL from the rewards; beta weighs one in the loss"),
+        ("kl_loss_type", "it is verl's; here set kl_estimator"),
+        ("kl_loss_coef", "it is verl's; here set beta"),
+        ("clip_ratio_low", "it is verl's; here set epsilon_low"),
+        ("clip_ratio_c", "it is verl's; here set dual_clip"),
+        (
+            "top_p",
+            "it is TRL's; here pass sampling_mask=sampling_support(..., top_k=, top_p=, min_p=) of the policy that",
+        ),
+        ("epsilon_hihg", "did you mean epsilon_high?"),
+        ("kl_weight", "help(GRPOConfig) has them all"),  # near kl_score_term, which it is not
+    ],
+)
+def test_a_hint_is_right_or_not_given(name, message):
+    with pytest.raises(TypeError, match=re.escape(f"GRPOConfig has no option {name!r}: {message}")) as caught:
+        gk.GRPOConfig(**{name: 0.1})
+    assert len(str(caught.value)) < 160
+    if name in NAMES["verl"]:
+        with pytest.raises(TypeError, match=re.escape(message)):
+            gk.grpo_loss_from_logps(torch.zeros(2, 3), torch.ones(2), **{name: 0.1})

@@ -14,7 +14,7 @@ import torch
 import verl_package
 from verl_package import ActorConfig as Actor
 
-from grpo_kernels import GRPOConfig
+from grpo_kernels import GRPOConfig, fused_logps
 from grpo_kernels.head import kept
 
 B, T, H, V = 5, 8, 16, 64
@@ -154,8 +154,20 @@ def test_sparse_gradients(verl, monkeypatch):
         verl.linear_cross_entropy(hidden, weight, labels)[0].sum().backward()
         found.append(weight.grad)
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
-    with pytest.raises(ValueError, match=r"sparse_backward has no effect in verl's policy loss; give it to register"):
-        verl.register(config=GRPOConfig(sparse_backward=0.1))
+    for option in ({"sparse_backward": 0.1}, {"logits_dtype": torch.float32}):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(option))} has no effect in verl's policy loss; give it to register"
+        ):
+            verl.register(config=GRPOConfig(**option))
+
+
+def test_the_type_of_logits(verl):
+    hidden, weight, labels = torch.randn(12, H).bfloat16(), torch.randn(V, H).bfloat16(), torch.randint(V, (12,))
+    for dtype in (torch.float32, torch.bfloat16):
+        verl.register(logits_dtype=dtype)
+        found, _ = verl.linear_cross_entropy(hidden, weight, labels)
+        assert torch.equal(found, fused_logps(hidden, weight, labels, logits_dtype=dtype)[0])
+    verl.register()
 
 
 def test_what_does_not_fit_is_refused_by_name(verl):
@@ -163,6 +175,11 @@ def test_what_does_not_fit_is_refused_by_name(verl):
     for changes, error, message in (
         (dict(loss_agg_mode="mean"), ValueError, "loss_agg_mode='mean'; expected one of token-mean, token-sum"),
         (dict(config=None), ValueError, "config is None; expected verl's ActorConfig"),
+        (
+            dict(old_log_prob=given["old_log_prob"].clone().requires_grad_()),
+            ValueError,
+            "old_log_prob requires a gradient",
+        ),
         (dict(response_mask=None), TypeError, r"response_mask is a NoneType; expected a torch\.Tensor"),
         (dict(advantages=given["advantages"][:, 0]), ValueError, r"advantages has shape \(5,\); expected \(5, 8\)"),
     ):

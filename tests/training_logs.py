@@ -30,6 +30,7 @@ def step_record(step: int, steps: int, noise: random.Random) -> Record:
         "step": step, "loss": 0.002 * gauss(0, 1), "grad_norm": 0.4 * math.exp(0.25 * gauss(0, 1)), "kl": kl,
         "kl_sequence": 3.5 * kl, "entropy": entropy, "ratio/mean": 1 + 0.001 * gauss(0, 1), "ratio/min": 0.6,
         "ratio/max": 1.5, "clip_ratio/low": 0.004, "clip_ratio/high": 0.006, "learning_rate": 2e-4,
+        "relative_step": 0.999,
         "clip_ratio/region": 0.01 + 0.005 * noise.random(), "approx_kl": 0.003,
         "divergence": 0.5 - 0.3 * solved + 0.02 * gauss(0, 1), "rollout_mismatch/mean": 2e-3 * noise.random(),
         "rollout_ess": 0.9 + 0.05 * noise.random(), "rollout_ratio/ess": 0.999, "rollout_ratio_sequence/ess": 0.95,
@@ -109,6 +110,7 @@ FAILURES: dict[str, tuple[Callable[[Record, float], None], str]] = {
         "critical"),
     "divergence_rises": (_from(0.5, divergence=lambda value, share: value + 2 * share), "warning"),
     "gradient_instability": (_from(0.7, grad_norm=lambda value, _: 50 * value), "critical"),
+    "vanishing_steps": (_from(0.5, relative_step=0.0), "critical"),
     "no_learning_signal": (
         _from(0, zero_gradient_groups=0.78, all_min_groups=0.7, all_max_groups=0.08), "warning"),
     "unscored": (_from(0.5, unscored=40), "warning"),

@@ -1,8 +1,7 @@
 """What mkdocs.yml calls: shows documents of the repository as pages of the site, as they stand.
 
 A page is one of docs/, or a document of PAGES. Links between documents lead to their pages, links to other files to the
-repository; a link that leads nowhere is a warning, and so an error of `make docs`. A line `<!-- include FILE -->` of a
-page of docs/ is replaced by that file of the repository, as code, `<!-- include FILE#heading -->` by a section of it.
+repository; a link that leads nowhere is a warning, and so an error of `make docs`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any
 
 import griffe
 from addresses import URLS
+from links import in_repository, with_addresses
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
-from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -38,9 +37,6 @@ PAGES = {
     "project/security.md": "SECURITY.md",
     "project/conduct.md": "CODE_OF_CONDUCT.md",
 }
-FENCE = re.compile(r"^( *```.*?^ *```)$", flags=re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?!\w+:)(?P<path>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
-INCLUDE = re.compile(r"^<!-- include (?P<path>[^#\s]+)(?:#(?P<heading>\S+))? -->$", flags=re.MULTILINE)
 PUBLIC = re.findall(r'^    "(\w+)",$', (ROOT / "grpo_kernels/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 log = logging.getLogger("mkdocs.docs_site")
 
@@ -56,8 +52,20 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    text = with_links(markdown, Path(page.file.abs_src_path), page, files)
-    return INCLUDE.sub(lambda match: include(match, page, files), text)
+    """Returns the text with its links, which are relative to the document, as links of the page."""
+    document = Path(page.file.abs_src_path)
+    uris = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
+
+    def address(link: str, anchor: str) -> str:
+        path = (document.parent / link).resolve() if link else document
+        if path in uris:
+            return posixpath.relpath(uris[path], posixpath.dirname(page.file.src_uri)) + anchor
+        if not path.exists():
+            log.warning(f"{document.relative_to(ROOT)}: {link} leads nowhere")
+            return ""
+        return in_repository(URLS.get("Repository", ""), path.relative_to(ROOT).as_posix(), anchor)
+
+    return with_addresses(markdown, address)
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
@@ -68,61 +76,6 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
         pages = item.children if item.is_section else [item]
         lines += [f"- [{page.title}]({posixpath.join(config.site_url or '', page.url)})" for page in pages]
     files.append(File.generated(config, "llms.txt", content="\n".join([*lines, ""])))
-
-
-def include(match: re.Match[str], page: Page, files: Files) -> str:
-    document = ROOT / match["path"]
-    text = document.read_text(encoding="utf-8").rstrip()
-    if match["heading"] is None:
-        return f"```{document.suffix[1:]}\n{text}\n```"
-    return with_links(section(text, match["heading"]), document, page, files)
-
-
-def section(text: str, anchor: str) -> str:
-    """Returns what stands below a heading, up to the next one that is not below it."""
-    slug = slugify(case="lower")
-    headings = list(re.finditer(r"^(#+) (.*)$", FENCE.sub(lambda code: " " * len(code[0]), text), flags=re.MULTILINE))
-    (begin,) = (heading for heading in headings if slug(heading[2], "-") == anchor)
-    ends = [h.start() for h in headings if h.start() > begin.start() and len(h[1]) <= len(begin[1])]
-    return text[begin.end() : ends[0] if ends else None].strip("\n")
-
-
-def indented(text: str) -> Iterator[str]:
-    """Yields lines with four spaces before what belongs to an item of a list, as Python-Markdown reads it.
-
-    CommonMark, and so the documents, have as many as the item's mark is wide.
-    """
-    width, is_code = 0, False
-    for line in text.splitlines():
-        is_code ^= line.startswith("```")
-        mark = None if is_code else re.match(r"(?:\d+\.|-) +", line)
-        if mark:
-            width = len(mark[0])
-        elif line and not line.startswith(" " * width):
-            width = 0
-        yield " " * (4 - width) + line if width and line and not mark else line
-
-
-def with_links(text: str, document: Path, page: Page, files: Files) -> str:
-    """Returns the text with its links, which are relative to the document, as links of the page."""
-    uris = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
-
-    def target(match: re.Match[str]) -> str:
-        path = (document.parent / match["path"]).resolve() if match["path"] else document
-        anchor = match["anchor"] or ""
-        if path in uris:
-            address = posixpath.relpath(uris[path], posixpath.dirname(page.file.src_uri))
-        elif path.exists() and URLS:
-            address = f"{URLS['Repository']}/blob/main/{path.relative_to(ROOT)}"
-        else:
-            if not path.exists():
-                log.warning(f"{document.relative_to(ROOT)}: {match['path']} leads nowhere")
-            return match["text"]
-        return f"[{match['text']}]({address}{anchor})"
-
-    parts = FENCE.split("\n".join(indented(text)))
-    parts[::2] = [LINK.sub(target, part) for part in parts[::2]]
-    return "".join(parts)
 
 
 class Docstrings(griffe.Extension):
@@ -153,12 +106,23 @@ CHOICE = re.compile(r'(?P<name>"?\w+"?)  +(?P<text>.+)')  # a value of an item
 
 
 def markdown_of(lines: list[str]) -> Iterator[str]:
-    """Yields Markdown for a docstring: a line `name: text` begins an item, and so does a heading above such lines."""
+    """Yields Markdown for a docstring: a line `name: text` begins an item, and so does a heading above such lines; what
+    is indented behind an empty line is code or a formula."""
     indents = [len(line) - len(line.lstrip()) for line in lines]
     texts = [line.strip() for line in lines]
     item: int | None = None  # the indent of the open one
     code = False
+    block: int | None = None  # the indent of the open one
     for i, (indent, text) in enumerate(zip(indents, texts, strict=True)):
+        if block is not None and text and indent < block:
+            block = None
+            yield from ("```", "")
+        elif block is None and indent >= 4 and item is None and i and not texts[i - 1] and text[:3] != ">>>":
+            block = indent
+            yield "```python"
+        if block is not None:
+            yield lines[i][block:]
+            continue
         if code != text.startswith(">>>") and not (code and text):
             code = not code
             yield "```pycon" if code else "```"
@@ -181,7 +145,7 @@ def markdown_of(lines: list[str]) -> Iterator[str]:
             yield from ("", f"**{escaped(text)}**", "")
         else:
             yield f"    {escaped(text)}" if item is not None else escaped(text)
-    if code:
+    if code or block is not None:
         yield "```"
 
 

@@ -30,12 +30,18 @@ static void add_block(Sums<double>& sums, const float* y, int64_t count, float o
     sums.moment += total((moment[0] + moment[1]) + (moment[2] + moment[3]));
 }
 
+// The sampled id has a logit of -inf in the blocks, and is added last.
 static Statistics row_statistics(const Row& row, int column, Buffers& buffers) {
     const double to_exponent = row.scales.to_exponent();
     Sums<double> sums = {-kInfinity, 0.0, 0.0};
     for_blocks(row.vocab, [&](int64_t first, int64_t count) {
         const int64_t padded = (count + kStep - 1) / kStep * kStep;
         const float* y = load_block(row, first, count, buffers);
+        if (column >= first && column - first < count) {
+            if (y != buffers.y) __builtin_memcpy(buffers.y, y, count * sizeof *y);
+            buffers.y[column - first] = -kInfinity;
+            y = buffers.y;
+        }
         const float top = block_max(y, padded);
         if (top > sums.top) {
             if (sums.top > -kInfinity) {  // every t falls by the same amount
@@ -48,7 +54,7 @@ static Statistics row_statistics(const Row& row, int column, Buffers& buffers) {
         const float origin = sums.top > -kInfinity ? sums.top : 0.f;
         add_block(sums, y, padded, origin, static_cast<float>(to_exponent));
     });
-    return make_statistics(sums, row.scales, sampled_of(row, column));
+    return add_sampled(sums, row.scales, sampled_of(row, column));
 }
 
 // ---- gradient -------------------------------------------------------------------------------------------------------

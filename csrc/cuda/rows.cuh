@@ -72,10 +72,14 @@ GK_DEVICE void load_logits(const Source<In>& source, const float* bias, const Sc
 // ---- statistics -----------------------------------------------------------------------------------------------------
 template <bool kCapped, bool kBiased, class In, int kCount>
 GK_DEVICE void add_group(Sums<float>& sums, const Source<In>& source, const float* bias, const Scales& scales,
-                         const Vector (&group)[kCount], int vector) {
+                         int sampled, const Vector (&group)[kCount], int vector) {
     float y[kCount][kPerVector<In>], slopes[kPerVector<In>], top = -infinity();
     GK_UNROLL for (int i = 0; i < kCount; i++) {
         load_logits<kCapped, kBiased>(source, bias, scales, group[i], vector + i * block_threads(), y[i], slopes);
+        const int own = sampled - source.column(vector + i * block_threads());
+        if (own >= 0 && own < kPerVector<In>) {
+            GK_UNROLL for (int k = 0; k < kPerVector<In>; k++) if (k == own) y[i][k] = -infinity();
+        }
         GK_UNROLL for (float x : y[i]) top = fmaxf(top, x);
     }
     if (top > sums.top) sums = rebase(sums, top, scales.to_exponent);
@@ -92,12 +96,12 @@ GK_DEVICE void add_group(Sums<float>& sums, const Source<In>& source, const floa
     }
 }
 
-// Of the columns that this thread meets.
+// Of the columns that this thread meets, without the sampled one, which is added last.
 template <bool kCapped, bool kBiased, class In>
-GK_DEVICE Sums<float> thread_sums(const Source<In>& source, const float* bias, const Scales& scales) {
+GK_DEVICE Sums<float> thread_sums(const Source<In>& source, const float* bias, const Scales& scales, int sampled) {
     Sums<float> sums = {-infinity(), 0.f, 0.f};
     walk(source, 0, source.vectors(), thread_index(), block_threads(), [&](const auto& group, int vector) {
-        add_group<kCapped, kBiased>(sums, source, bias, scales, group, vector);
+        add_group<kCapped, kBiased>(sums, source, bias, scales, sampled, group, vector);
     });
     return sums;
 }
@@ -110,8 +114,10 @@ GK_DEVICE void stats(const RowLaunch& launch) {
     const Source<In> source = source_of<In>(args, row);
     const float temperature = args.temperature[token];
     const Scales scales = make_scales(args.params, temperature);
-    const Sums<float> mine = specialise(
-        args, [&](auto capped, auto biased) { return thread_sums<capped.kOn, biased.kOn>(source, args.bias, scales); });
+    const int column = sampled_column(args, token);
+    const Sums<float> mine = specialise(args, [&](auto capped, auto biased) {
+        return thread_sums<capped.kOn, biased.kOn>(source, args.bias, scales, column);
+    });
     const Sums<float> of_warp = warp_sums(mine, scales.to_exponent);
     if (lane_index() == 0) exchange.warps[warp_index()] = of_warp;
     block_sync();
@@ -119,9 +125,8 @@ GK_DEVICE void stats(const RowLaunch& launch) {
     const ExactScales exact(args.params, temperature);
     const Sums<double> sums = merge(exchange.warps, block_threads() / kWarp, exact);
     if (thread_index() > 0) return;
-    const int column = sampled_column(args, token);
     const Sampled sampled = make_sampled(args.params, column, sampled_logit(args, source, column));
-    write_statistics(args, token, make_statistics(sums, exact, sampled));
+    write_statistics(args, token, add_sampled(sums, exact, sampled));
 }
 
 // ---- gradient -------------------------------------------------------------------------------------------------------

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..config import LARGEST, SMALLEST, GRPOConfig, check_number
+from ..config import GRPOConfig, check_number
 from .plain import INTEGERS, PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
 
-if TYPE_CHECKING:
-    from ..objective.tokens import TokenInputs
-
-_THERE = " at every unmasked position"
+THERE = " at every unmasked position"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-HIGHEST_LOGP = 1.0  # nats: at most 0, but for the rounding of 16-bit logits
-_RANGES = (
-    ("advantages", -LARGEST, LARGEST, f"a finite number{_THERE}, in float32"),
-    ("old_logps", -math.inf, HIGHEST_LOGP, f"a number{_THERE}, at most 0 nats"),
-    ("ref_logps", -math.inf, math.inf, f"a number{_THERE}"),
-    ("rollout_weights", 0.0, LARGEST, f"a finite number{_THERE}, >= 0"),
-    ("token_weights", 0.0, LARGEST, f"a finite number{_THERE}, >= 0"),
-)
 
 
 def check_config(config: object) -> None:
@@ -81,11 +69,13 @@ def products_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
     return torch.float32 if is_wide else None
 
 
-def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Raises unless logits have the type of the inputs, or float32 from 16-bit inputs."""
-    allowed = {dtype, torch.promote_types(dtype, torch.float32)}
-    if logits_dtype is not None and logits_dtype not in allowed:
-        names = " or ".join(sorted(map(str, allowed)))
+def check_logits_dtype(logits_dtype: object, dtype: torch.dtype) -> None:
+    """Raises unless logits have the type of the products, or float32 from products of 16 bits; None: the default."""
+    if logits_dtype is None:
+        return
+    allowed = (dtype, torch.promote_types(dtype, torch.float32))
+    if logits_dtype not in allowed:
+        names = " or ".join(sorted({str(x) for x in allowed}))
         raise ValueError(f"logits_dtype={logits_dtype} with {dtype} inputs; expected {names}")
 
 
@@ -158,7 +148,7 @@ def check_ids(ids: Tensor, leading: torch.Size, input_name: str, *, several: boo
 
 
 def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
-    """Checks that `total` is a float32 buffer that can take the gradient of this weight."""
+    """Checks that `total` is a float32 buffer that can take the gradient of this weight, and that there is one."""
     name = "accumulate_into"
     check_tensor(name, total, weight)
     if total.dtype != torch.float32 or weight.dtype == torch.float64:
@@ -168,11 +158,13 @@ def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
     check_shape(name, total, fits, f"a contiguous {tuple(weight.shape)} like lm_head_weight")
     eager = not torch.compiler.is_compiling()  # dynamo has neither bits nor addresses, and such a call takes no buffer
     problems = {
+        "has no effect under no_grad; leave it out": not torch.is_grad_enabled(),
         "requires a gradient; expected a buffer that gradients are added to": total.requires_grad,
         "is given, and lm_head_weight is no leaf that requires a gradient: nothing would be added": (
             not (weight.requires_grad and weight.is_leaf)
         ),
         "is a negated view; expected a buffer that stores its elements": eager and total.is_neg(),
+        "was made in inference mode; expected a buffer that can be written": eager and total.is_inference(),
         "is the memory of lm_head_weight; expected a buffer of its own": (
             eager and total.numel() > 0 and total.data_ptr() == weight.data_ptr()
         ),
@@ -190,41 +182,13 @@ def check_tensor(name: str, x: Tensor, like: Tensor | None = None) -> None:
         raise ValueError(f"{name} is on {x.device}; expected {like.device} like the other inputs")
 
 
-def check_token_tensor(
-    name: str, x: Tensor | None, shape: torch.Size, num_sequences: int, like: Tensor, *, per_sequence: bool = False
-) -> None:
-    """Checks that x has one value per token, `shape`, or with per_sequence also (S,) or (S, 1)."""
-    if x is None:
-        return
-    check_tensor(name, x, like)
-    if x.shape != shape:
-        allowed = [tuple(shape), (num_sequences,), (num_sequences, 1)][: 3 if per_sequence else 1]
-        if x.shape not in allowed:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, allowed))}")
-    if name == "completion_mask":
-        if x.is_complex() or x.is_quantized:
-            raise TypeError(f"completion_mask is {x.dtype}; expected bool, or the numbers 0 (masked) and 1")
-        if x.dtype is not torch.bool and checks_values(x.device):
-            # Weights per token, or the additive mask of an attention, would train on the padding.
-            _name_first(name, x, (x != 0) & (x != 1), "0 (masked) or 1")
-    elif x.dtype not in ((*NUMBERS, torch.bool) if name == "advantages" else FLOATS):
-        raise TypeError(f"{name} is {x.dtype}; expected a floating-point type of 16 to 64 bits")
-
-
-def temperature_per_token(
-    temperature: Tensor, shape: torch.Size, num_sequences: int, like: Tensor, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """Returns a tensor of temperatures with one element or the shape of the tokens; one per sequence is repeated."""
-    if temperature.numel() == 1:
-        check_one_element("temperature", temperature)
-        return temperature
-    check_token_tensor("temperature", temperature, shape, num_sequences, like, per_sequence=num_sequences >= 0)
-    if temperature.shape == shape:
-        return temperature
-    if cu_seqlens is None:
-        return temperature.reshape(-1, 1).expand(shape).contiguous()
-    check_offsets(cu_seqlens, shape[0])
-    return temperature.reshape(-1).repeat_interleave(cu_seqlens.diff(), output_size=shape[0])
+def constant(name: str, x: Tensor) -> Tensor:
+    """Returns x, to which no gradient goes; raises where one is asked for."""
+    if not x.requires_grad:
+        return x
+    if torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, and gets none here: it is a constant; pass its detach()")
+    return x.detach()
 
 
 def check_one_element(name: str, x: Tensor) -> None:
@@ -244,7 +208,7 @@ def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device
     counts_items = name == "num_items_in_batch"  # 0: a batch without any unmasked token
     if isinstance(x, Tensor):
         check_one_element(name, x)
-        x = x.detach().reshape(()).to(device=device, dtype=dtype)
+        x = constant(name, x).reshape(()).to(device=device, dtype=dtype)
         return torch.where(x < 0, x, x.clamp(min=1)) if counts_items else x  # a negative one is refused with the values
     number = float(check_number(name, x, dtype=dtype, **({"low": 0.0} if counts_items else {"above": 0.0})))
     return torch.full((), max(number, 1.0) if counts_items else number, dtype=dtype, device=device)
@@ -282,7 +246,7 @@ def checks_values(device: torch.device) -> bool:
 def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: Tensor | None) -> None:
     """Checks that ids lie in [0, V) at unmasked positions, and cu_seqlens."""
     if checks_values(ids.device):
-        expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
+        expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){THERE}"
         check_numbers("completion_ids", ids, mask, low=0, high=vocab_size - 1, expected=expected)
         if cu_seqlens is not None:
             check_offsets(cu_seqlens, ids.numel())
@@ -335,50 +299,6 @@ def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
             raise ValueError(f"cu_seqlens = {cu_seqlens.tolist()}; expected offsets from 0 to {num_tokens} in order")
 
 
-def check_token_values(inputs: TokenInputs) -> None:
-    """Refuses numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown."""
-    if not checks_values(inputs.advantages.device):
-        return
-    if inputs.cu_seqlens is not None:
-        _refuse_two_meanings(inputs, inputs.cu_seqlens)
-    for name, low, high, expected in _RANGES:
-        x = getattr(inputs, name)
-        if x is not None:
-            check_numbers(name, x, inputs.completion_mask, inputs.cu_seqlens, low=low, high=high, expected=expected)
-    if inputs.temperature is not None:
-        check_temperature(inputs.temperature, inputs.completion_mask)
-    positive = SMALLEST, "a positive finite number, in float32"
-    for name, x, (low, expected) in (
-        ("num_items_in_batch or normalizer", inputs.normalizer, positive),
-        ("entropy_normalizer", inputs.entropy_normalizer, positive),
-        ("entropy_coef", inputs.entropy_coef, (0.0, "a finite number >= 0")),
-    ):
-        if x is not None and not low <= x.item() < math.inf:
-            raise ValueError(f"{name}={x.item()}; expected {expected}")
-
-
-def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
-    """Refuses (S,) = (N,): one value per sequence is one per token, unless a sequence is empty and another longer."""
-    sequences = cu_seqlens.numel() - 1
-    if int(cu_seqlens[-1]) != sequences or not bool((cu_seqlens.diff() != 1).any()):
-        return
-    for name in ("advantages", "rollout_weights", "token_weights"):
-        x = getattr(inputs, name)
-        if x is not None and x.shape == (sequences,):
-            raise ValueError(
-                f"{name} has shape ({sequences},), and there are as many tokens as sequences, of which some are empty: "
-                f"it may hold one value per token or one per sequence. Pass ({sequences}, 1) for one per sequence, or "
-                "leave empty sequences out of cu_seqlens"
-            )
-
-
-def check_temperature(temperature: Tensor, mask: Tensor | None) -> None:
-    """Checks that a tensor of temperatures is positive and finite at unmasked positions."""
-    mask = mask if mask is not None and mask.shape == temperature.shape else None
-    expected = f"a positive finite number{_THERE}, in float32"
-    check_numbers("temperature", temperature, mask, low=SMALLEST, high=LARGEST, expected=expected)
-
-
 def check_numbers(
     name: str,
     x: Tensor,
@@ -387,24 +307,27 @@ def check_numbers(
     *,
     low: float = -math.inf,
     high: float = math.inf,
-    expected: str = f"a number{_THERE}",
+    expected: str = f"a number{THERE}",
+    allows_nan: bool = False,
 ) -> None:
-    """Checks that numbers lie in [low, high], and none is NaN, at unmasked positions of x, (S,), (S, 1) or of the
-    mask's shape. Reads x: see `checks_values`."""
+    """Checks that numbers lie in [low, high], and none is NaN unless it `allows_nan`, at unmasked positions of x: (S,),
+    (S, 1), of the mask's shape, or one number for all. Reads x: see `checks_values`."""
     if x.numel():
         least, most = x.aminmax()
         if not low <= least.item() <= most.item() <= high:
-            _name_first(name, x, ~((x >= low) & (x <= high)), expected, mask, cu_seqlens)
+            wrong = (x < low) | (x > high) if allows_nan else ~((x >= low) & (x <= high))
+            name_first(name, x, wrong, expected, mask, cu_seqlens)
 
 
-def _name_first(
+def name_first(
     name: str, x: Tensor, wrong: Tensor, expected: str, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> None:
     """Raises with the first position of `wrong` that the mask leaves, if there is one."""
     mask = None if mask is None else mask.bool()
     if mask is not None and x.shape == mask.shape:
         wrong = wrong & mask
-    elif mask is not None and x.dim() > 0:  # one value per sequence, which counts if a token of it does
+    elif mask is not None and x.numel() == (len(mask) if cu_seqlens is None else len(cu_seqlens) - 1):
+        # One value per sequence, which counts if a token of it does.
         if cu_seqlens is None:
             cu_seqlens = torch.arange(len(mask) + 1, device=mask.device) * mask.shape[-1]
         before = torch.nn.functional.pad(mask.reshape(-1).cumsum(0), (1, 0))
@@ -418,4 +341,4 @@ def _name_first(
 def check_finite(name: str, x: Tensor, expected: str, *, allows_nan: bool = False) -> None:
     """Checks that there is no infinity, and no NaN either unless it `allows_nan`."""
     if checks_values(x.device) and not math.isfinite(x.sum().item()):
-        _name_first(name, x, x.isinf() if allows_nan else ~x.isfinite(), expected)
+        name_first(name, x, x.isinf() if allows_nan else ~x.isfinite(), expected)

@@ -32,7 +32,7 @@ from ..objective.kl import KL_ESTIMATORS, PRODUCTS, KLEstimator
 from ..objective.sequences import Level
 from ..objective.surrogates import SURROGATE_RULES as SURROGATE_RULES
 from ..objective.surrogates import Surrogate
-from .trl import left_to_the_loop
+from .trainers import advice, left_to_the_loop
 
 # Kernels compute in float32, and some GPUs take what is smaller for 0.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -107,10 +107,11 @@ class GRPOConfig:
     Aggregation
         aggregation: "seq_mean", "token_mean", "fixed_length" (needs max_completion_length), "num_items", "seq_sum".
     Logits
-        temperature: a number, or a tensor with one value per token, or per sequence, (S,) or (S, 1). logit_scale,
-            logit_softcap: applied before it.
+        temperature: a number, or a tensor with one element, one per token, or one per sequence, (S,) or (S, 1).
+            logit_scale, logit_softcap: applied before it.
         logits_dtype: torch.float32 or the input dtype; None takes the input dtype for bfloat16 on a CPU that has
-            products of it (AVX-512, AMX), and float32 for all other 16-bit inputs.
+            products of it (AVX-512, AMX), and float32 for all other 16-bit inputs. Every function that computes logits
+            has this option: what is compared, as the two ends of a ratio are, has to be of one type.
         chunk_rows: rows of logits in memory at a time. None: 2,048 to 4,096 on a GPU, of long batches more, within
             1 GiB; on a CPU 512, of bfloat16 1,366 or more, within 512 MiB. A loss over whole sequences holds the
             longest of them, up to 4 GiB and 512 MiB.
@@ -281,8 +282,10 @@ class GRPOConfig:
             )
         if self.aggregation != "fixed_length" and self.max_completion_length is not None:
             raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
-        if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl):
-            raise ValueError("kl_estimator='none' contradicts beta != 0 and use_bias_correction_kl")
+        if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl or self.kl_clamp):
+            raise ValueError("kl_estimator='none' contradicts beta != 0, use_bias_correction_kl and kl_clamp")
+        if self.kl_score_term and self.beta == 0.0:
+            raise ValueError("kl_score_term=True has no effect with beta=0; leave it out")
         if self.kl_score_term and (self.kl_estimator not in PRODUCTS or self.use_bias_correction_kl):
             raise ValueError(
                 f"kl_score_term=True with kl_estimator={self.kl_estimator!r} and use_bias_correction_kl="
@@ -342,7 +345,7 @@ class GRPOConfig:
             batch: top_entropy_quantile below 1 without entropy_threshold among the overrides (`entropy_quantile`; None
             for no threshold), use_adaptive_entropy without entropy_coef among them.
         """
-        given = vars(args) | {"epsilon_low": args.epsilon}
+        given = {**vars(args), "epsilon_low": args.epsilon}
         if args.epsilon_high is None:
             given["epsilon_high"] = args.epsilon
         found = options_of_loss_type(args.loss_type, given)
@@ -376,7 +379,7 @@ class GRPOConfig:
         # Spelled out with f-strings: torch.compile can follow those, so that a config may be made inside a graph.
         parts = []
         for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
+            value = as_constant(getattr(self, f.name))
             if not f.init or isinstance(value, torch.Tensor) or value == f.default:
                 continue
             text = f"'{value}'" if isinstance(value, torch.dtype) else f"{value!r}"
@@ -471,6 +474,18 @@ def as_python(x: Any) -> Any:
     return str.__str__(x) if isinstance(x, str) else x  # str() of an enumeration's member is its name
 
 
+def as_constant(x: Any) -> Any:
+    """Returns a number, or a tuple with some, that torch.compile holds for symbolic as the constant that it is in this
+    graph; else x itself."""
+    if isinstance(x, tuple):
+        return tuple([as_constant(each) for each in x])
+    if not torch.compiler.is_compiling() or not isinstance(x, (int, float)):
+        return x
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(x)
+
+
 def check_flag(name: str, x: object) -> bool:
     """Returns x as a flag of Python."""
     x = as_python(x)
@@ -541,30 +556,21 @@ def shown(number: Any) -> object:
     return number if isinstance(number, float) or abs(number) <= LARGEST else f"an integer of {len(bin(number))} bits"
 
 
-# What TRL's GRPOConfig calls otherwise, or sets where this one has no option.
-_NAMES_OF_TRL = {
-    "epsilon": "epsilon_low and epsilon_high",
-    "loss_type": "GRPOConfig.preset(name)",
-    "scale_rewards": "advantage_scale",
-    "num_iterations": "old_logps= of the call, which more than one update per batch needs",
-    "num_generations": "num_generations= of the call",
-    "top_entropy_quantile": "entropy_threshold, from entropy_quantile(...)",
-    "vllm_importance_sampling_cap": "cap= of rollout_weights(...)",
-}
 _OPTIONS = {f.name: f for f in dataclasses.fields(GRPOConfig) if f.init}
 
 
 def _unknown_option(name: str) -> str:
-    near = difflib.get_close_matches(name, _OPTIONS, n=1)
-    ours = _NAMES_OF_TRL.get(name, near[0] if near else None)
-    hint = f"this package has {ours}" if ours else f"there are {', '.join(_OPTIONS)}"
-    return f"GRPOConfig has no option {name!r}: {hint}; GRPOConfig.from_trl(args) takes TRL's"
+    """Returns the message for an option that GRPOConfig does not have; with a guess where only letters differ."""
+    hint = advice(name)
+    near = [] if hint else difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.85)
+    hint = hint or (f"did you mean {near[0]}?" if near else "help(GRPOConfig) has them all")
+    return f"GRPOConfig has no option {name!r}: {hint}"
 
 
 def option_hint(name: str) -> str:
     """Returns what takes an unknown keyword of a call, as the end of a sentence; '' where nothing does."""
-    ours = f"config=GRPOConfig({name}=...)" if name in _OPTIONS else _NAMES_OF_TRL.get(name)
-    return "" if ours is None else f"; this package has {ours}"
+    hint = f"this package has config=GRPOConfig({name}=...)" if name in _OPTIONS else advice(name)
+    return "" if hint is None else f"; {hint}"
 
 
 DEFAULT_CONFIG = GRPOConfig()  # what a call without one gets, made once

@@ -106,7 +106,7 @@ class KIds:
         at_logp, at_entropy = (x.clone() for x in coefficients[:2])
         changed = (others.lse, lse), (others.entropy, moved), (at_logp, g_others), (at_entropy, mass * dentropy)
         for kept, x in changed:
-            rows.put(kept, x.squeeze(1).to(kept.dtype))
+            rows.put(kept, x.squeeze(1))
         place, here = self._places(ids)
         return chunk._replace(stats=others), at_logp, at_entropy, Entries(place, here, gradient * chain)
 
@@ -169,7 +169,7 @@ class KLogps(KIds):
         if self.finds:
             chunk.rows.put(self.ids, self._likeliest(chunk))
         log_p, _ = self._log_p(chunk, chunk.rows.take(self.ids))
-        chunk.rows.put(self.logp, log_p.to(self.logp.dtype))
+        chunk.rows.put(self.logp, log_p)
 
     def clear(self, masked: Tensor) -> None:
         """Padding (N,) bool was computed along with the rest: 0, and -1 for ids that were found."""

@@ -84,11 +84,13 @@ class LMHead:
             self.flat_hidden = None
         self.backend, self.wants, self.vocab_slice = backend, wants, vocab_slice
         self.vocab_size = vocab_size_of(weight, vocab_slice)
-        self.fused_products: tuple[str, ...] = ()
-        if backend.fused_products is not None and vocab_slice is None:
-            self.fused_products = backend.fused_products(hidden, weight)
-        self.takes_exponentials = dtype == torch.bfloat16 and vocab_slice is None
         self.logits_dtype = logits_dtype or default_logits_dtype(dtype, device)
+        has_float32_logits = self.logits_dtype == torch.float32  # as the fused products have them in registers
+        self.fused_products: tuple[str, ...] = ()
+        if backend.fused_products is not None and vocab_slice is None and has_float32_logits:
+            self.fused_products = backend.fused_products(hidden, weight)
+        # Of logits of 16 bits exponentials would be rounded twice.
+        self.takes_exponentials = dtype == torch.bfloat16 and vocab_slice is None and has_float32_logits
         # A CPU has no product that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = self.logits_dtype != dtype and not returns_float32(device, dtype)
         # Exponentials, which Triton's interpreter has on a CPU too, are bfloat16.

@@ -11,8 +11,15 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_temperature, check_top_k, check_values, checks_values
+from ..checks.arguments import (
+    check_top_k,
+    check_values,
+    checks_values,
+)
 from ..checks.plain import check_gathered, stored
+from ..checks.tokens import (
+    check_argument,
+)
 from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..kernels import get_backend
 from ..kernels.operations import LogitTransform, Statistics
@@ -30,6 +37,8 @@ from .shared import (
     no_gradients,
     refuse_capture,
     requires_grad_flags,
+    save_tensors,
+    saved_tensors,
     table_dtype,
     takes_operator,
     unseen_by_modes,
@@ -41,7 +50,7 @@ from .vocab_parallel import VocabSlice, signature, vocab_size_of
 class LogpsTokens(NamedTuple):
     completion_ids: Tensor  # one per token, or K
     mask: Optional[Tensor] = None
-    temperature: Optional[Tensor] = None  # instead of the number
+    temperature: Optional[Tensor] = None  # one per token, instead of the number
     kept_ids: Optional[Tensor] = None  # of a SamplingMask
     kept_counts: Optional[Tensor] = None
 
@@ -54,6 +63,7 @@ class LogpsCall(NamedTuple):
     want_entropy: bool
     backend: str
     compute_dtype: Optional[torch.dtype]
+    logits_dtype: Optional[torch.dtype] = None  # None: the default of LMHead
     top_k: int = 0  # how many of the likeliest ids to find; completion_ids are not looked at then
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
     teacher: Union[Teacher, TopKTeacher, None] = None  # to whose distribution the divergence is computed
@@ -63,7 +73,8 @@ class LogpsCall(NamedTuple):
     def description(self) -> tuple[object, ...]:
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
         tokens, teacher = signature(*self.tokens), (teacher_signature(self.teacher), self.divergence.key)
-        return tokens, self.numbers, self.want_entropy, self.backend, self.compute_dtype, self.top_k, teacher
+        types = self.compute_dtype, self.logits_dtype
+        return tokens, self.numbers, self.want_entropy, self.backend, *types, self.top_k, teacher
 
 
 def logps_from_hidden(
@@ -77,8 +88,8 @@ def logps_from_hidden(
     """
     if takes_operator(hidden, vocab_parallel_group=call.vocab_slice):
         teacher, of_teacher = teacher_to_key(call.teacher)
-        options = call.want_entropy, call.backend, call.compute_dtype, call.top_k, teacher, call.divergence.key
-        tokens = [*call.tokens, *of_teacher]
+        tokens, types = [*call.tokens, *of_teacher], (call.compute_dtype, call.logits_dtype)
+        options = call.want_entropy, call.backend, *types, call.top_k, teacher, call.divergence.key
         found, entropy, divergence, _, _, ids = logps(hidden, weight, bias, tokens, list(call.numbers), *options)
         return found, entropy, divergence if teacher else None, ids
     if any(requires_grad_flags(hidden, weight, bias)):
@@ -109,7 +120,6 @@ def open_pass(
     *,
     wants: Sequence[bool] = (False, False, False),
     chunk_rows: Optional[int] = None,
-    logits_dtype: Optional[torch.dtype] = None,
     teacher: AnyTeacher = None,
 ) -> Opened:
     """Prepares the tokens of a call, whose statistics are written to `stats`."""
@@ -119,17 +129,16 @@ def open_pass(
     if theta:
         refuse_capture(device)
     head = LMHead(
-        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, logits_dtype=logits_dtype,
+        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, logits_dtype=call.logits_dtype,
         chunk_rows=chunk_rows, vocab_slice=call.vocab_slice,
         teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
     )  # fmt: skip
-    mask, every_row = None if mask is None else mask.reshape(-1).bool(), is_capturing(device)
+    mask, every_row = None if mask is None else mask.view(-1), is_capturing(device)
     head.keep = mask if every_row else None
     if per_token is None:
         temperature = torch.full((head.num_tokens,), number, dtype=dtype, device=device)
     else:
-        expanded = per_token.detach().reshape(-1).expand(head.num_tokens)
-        temperature = _filled(expanded, mask, 1.0).to(device=device, dtype=dtype)
+        temperature = _filled(per_token.view(-1), mask, 1.0)
     sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=every_row)
     sampled = (ids[..., 0] if ids.dim() == inputs[0].dim() else ids).reshape(-1)  # of K ids the first
     sampled = sampled if mask is None else torch.where(mask, sampled, 0)
@@ -155,7 +164,7 @@ def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = 
         mask = mask[..., None].expand_as(ids)
     check_values(ids, mask, vocab_size, cu_seqlens)
     if temperature is not None and checks_values(temperature.device):
-        check_temperature(temperature, None if call.tokens.mask is None else call.tokens.mask.bool())
+        check_argument("temperature", temperature, call.tokens.mask)
 
 
 def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
@@ -231,7 +240,7 @@ def _compute_gradients(
     check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
         stats = Statistics(torch.zeros_like(entropy), lse.clone(), entropy.clone())
-        flat = None if call.tokens.mask is None else call.tokens.mask.reshape(-1).bool()
+        flat = None if call.tokens.mask is None else call.tokens.mask.view(-1)
         if teacher is not None:
             teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), flat, 0.0)
         if (several := _k_logps(inputs, call, stats)) is not None:
@@ -249,27 +258,28 @@ class _Logps(torch.autograd.Function):
         stats, known = _compute((hidden, weight, bias), call)
         ctx.teacher = None if call.teacher is None else known
         ctx.call, given = call._replace(tokens=None), [*call.tokens]
-        if call.teacher is not None:  # autograd notices changes, which inference tensors do not count
-            given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor) and not x.is_inference()]
-        ctx.save_for_backward(hidden, weight, bias, stats.entropy, stats.lse, *given)
+        if call.teacher is not None:  # for autograd to notice changes
+            given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor)]
+        save_tensors(ctx, hidden, weight, bias, stats.entropy, stats.lse, *given)
         return _results(hidden, stats, known)[:3]
 
     @staticmethod
     def backward(ctx, *outer):
         refuse_double_backward("fused_logps" if ctx.teacher is None else "fused_divergence")
-        saved = ctx.saved_tensors
+        saved = saved_tensors(ctx)
         call = ctx.call._replace(tokens=LogpsTokens(*saved[5 : 5 + len(LogpsTokens._fields)]))
-        wants = ctx.needs_input_grad[:3]
-        return *_compute_gradients(outer, saved[:3], call, saved[3:5], wants, ctx.teacher), None
+        inputs, wants = (saved[0], saved[1], saved[2]), ctx.needs_input_grad[:3]
+        return *_compute_gradients(outer, inputs, call, saved[3:5], wants, ctx.teacher), None
 
 
 def _call_of_operator(
     tokens: Sequence[Optional[Tensor]], teacher: str, config_key: str, numbers: Sequence[float], want_entropy: bool,
-    backend: str, compute_dtype: Optional[torch.dtype], top_k: int = 0,
+    backend: str, compute_dtype: Optional[torch.dtype], logits_dtype: Optional[torch.dtype], top_k: int = 0,
 ) -> LogpsCall:  # fmt: skip
     """tokens: LogpsTokens, then a teacher's tensors; teacher: the rest of it; config_key: with the divergence."""
     own, of_teacher = tokens[: len(LogpsTokens._fields)], tokens[len(LogpsTokens._fields) :]
-    call = LogpsCall(LogpsTokens(*own), numbers, want_entropy, backend, compute_dtype, top_k)  # type: ignore[arg-type]
+    types = compute_dtype, logits_dtype
+    call = LogpsCall(LogpsTokens(*own), numbers, want_entropy, backend, *types, top_k)  # type: ignore[arg-type]
     return call._replace(teacher=teacher_from_key(teacher, of_teacher), divergence=config_from_key(config_key))
 
 
@@ -283,13 +293,15 @@ def logps(
     want_entropy: bool,
     backend: str,
     compute_dtype: Optional[torch.dtype],
+    logits_dtype: Optional[torch.dtype],
     top_k: int,
     teacher: str,  # without a default, as in grpo_loss
     config_key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logps, entropy, divergence), 0 at masked positions; for the backward (entropy, lse), each (N,), since the caller
     may change what it got; the ids of these logps where they were to be found. What there is not is empty."""
-    call = _call_of_operator(tokens, teacher, config_key, numbers, want_entropy, backend, compute_dtype, top_k)
+    types = compute_dtype, logits_dtype
+    call = _call_of_operator(tokens, teacher, config_key, numbers, want_entropy, backend, *types, top_k)
     with torch.no_grad():
         stats, known = _compute((hidden, weight, bias), call)
     found, entropy, divergence, ids = _results(hidden, stats, known)
@@ -299,7 +311,9 @@ def logps(
 
 
 @logps.register_fake
-def _(hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, top_k, teacher, config_key):
+def _(
+    hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, logits_dtype, top_k, teacher, key
+):  # fmt: skip
     dtype, shape = table_dtype(compute_dtype or hidden.dtype), hidden.shape[:-1]
     count, found = math.prod(shape), (*shape, top_k) if top_k else 0
     of_logps, of_teacher = found if top_k else tokens[0].shape, shape if teacher else 0
@@ -316,13 +330,14 @@ def logps_backward(
     numbers: Sequence[float],
     backend: str,
     compute_dtype: Optional[torch.dtype],
+    logits_dtype: Optional[torch.dtype],
     teacher: str,
     config_key: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias); unwanted ones are empty. See _compute_gradients. Of a teacher the forward runs again,
     which left more with it than an operator returns."""
-    call = _call_of_operator(tokens, teacher, config_key, numbers, True, backend, compute_dtype)
+    call = _call_of_operator(tokens, teacher, config_key, numbers, True, backend, compute_dtype, logits_dtype)
     hidden, weight, bias = inputs
     assert hidden is not None and weight is not None
     with torch.no_grad():
@@ -333,26 +348,26 @@ def logps_backward(
 
 
 @logps_backward.register_fake
-def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, teacher, config_key, wants):
+def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, logits_dtype, teacher, config_key, wants):
     hidden, weight, bias = inputs
     given = (hidden, weight, weight if bias is None else bias)
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
 
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, _, *of_teacher = inputs
-    ctx.options = numbers, backend, compute_dtype, *of_teacher
+    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, logits_dtype, _, *of_teacher = inputs
+    ctx.options = numbers, backend, compute_dtype, logits_dtype, *of_teacher
     ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(hidden, weight, bias, *output[3:5], *tokens)
+    save_tensors(ctx, hidden, weight, bias, *output[3:5], *tokens)
 
 
 def _logps_gradients(ctx, *outer):
-    refuse_double_backward("fused_divergence" if ctx.options[3] else "fused_logps")
+    refuse_double_backward("fused_divergence" if ctx.options[4] else "fused_logps")
     wants = list(ctx.needs_input_grad[:3])
-    saved = list(ctx.saved_tensors)
+    saved = saved_tensors(ctx)
     inputs, results, tokens = saved[:3], saved[3:5], saved[5:]
     gradients = logps_backward(list(outer[:3]), inputs, tokens, results, *ctx.options, wants)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 7)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 8)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)

@@ -120,7 +120,7 @@ class HeadPass:
             return Chunk
         if "exponentials" in self.head.fused_products:
             return FusedExponentials
-        if self.backend.exponentials is None or self.head.logits_dtype != torch.float32:  # 16 bits round twice then
+        if self.backend.exponentials is None:
             return Chunk
         return Exponentials
 

@@ -16,8 +16,14 @@ from typing import Any, NamedTuple, Optional, Union, cast
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_offsets, check_token_values, check_values
+from ..checks.arguments import (
+    check_offsets,
+    check_values,
+)
 from ..checks.plain import stored
+from ..checks.tokens import (
+    check_token_values,
+)
 from ..config import config_from_key
 from ..kernels import get_backend
 from ..kernels.objective_rules import has_kernel
@@ -68,8 +74,8 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         batch, (teacher, of_teacher) = call.batch, teacher_to_key(call.teacher)
         loss, logps, entropy, found, others, divergence, *_ = grpo_loss(
             hidden, weight, bias, tokens=[call.completion_ids, *batch.tokens, *of_teacher], num_groups=batch.num_groups,
-            config_key=batch.config.key, backend=batch.backend, compute_dtype=call.compute_dtype,
-            wants=list(call.wants), teacher=teacher,
+            per_sequence=batch.per_sequence, config_key=batch.config.key, backend=batch.backend,
+            compute_dtype=call.compute_dtype, wants=list(call.wants), teacher=teacher,
         )  # fmt: skip
         results = loss, logps.detach(), entropy, found, others
         return (*results, divergence) if teacher else results
@@ -101,9 +107,8 @@ def _compute(
             teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
         )  # fmt: skip
         check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
-        check_token_values(inputs)
-        every_row = _computes_every_row(call, hidden.device)
-        tokens = plan(inputs, ids, config, dtype, has_teacher=teacher is not None)
+        every_row, of_sequences = _computes_every_row(call, hidden.device), call.batch.per_sequence
+        tokens = plan(inputs, ids, config, dtype, per_sequence=of_sequences, has_teacher=teacher is not None)
         if every_row and inputs.completion_mask is not None:
             head.keep = tokens.scored
         results = _loss_of_head(head, tokens, inputs, call, teacher, every_row=every_row)
@@ -173,7 +178,7 @@ def fused_objective(batch: Batch, rules: Rules, dtype: torch.dtype) -> Optional[
 
 def _found_shape(batch: Batch, dtype: torch.dtype) -> tuple[int, ...]:
     """Of what metrics are computed from."""
-    rules = rules_of(batch.tokens, batch.config, batch.shape, batch.has_teacher)
+    rules = rules_of(batch.tokens, batch.config, batch.per_sequence, batch.has_teacher)
     return batch.found_shape if fused_objective(batch, rules, dtype) is None else batch.sums_shape
 
 
@@ -212,7 +217,8 @@ def _compute_from_logits(
     writes = any(call.wants) or inputs.kept_ids is not None  # gradients; -inf for ids that were not kept
     if (writes and not reused) or flat.stride(-1) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
-    tokens = plan(inputs, call.completion_ids, call.batch.config, table_dtype(logits.dtype))
+    config, dtype = call.batch.config, table_dtype(logits.dtype)
+    tokens = plan(inputs, call.completion_ids, config, dtype, per_sequence=call.batch.per_sequence)
     if any(call.wants) and tokens.scored is not None:
         _clear_rows(flat, ~tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
     head = GivenLogits(flat, kernels)
@@ -238,6 +244,7 @@ def grpo_loss(
     bias: Optional[Tensor],
     tokens: Sequence[Optional[Tensor]],
     num_groups: int,
+    per_sequence: bool,
     config_key: str,
     backend: str,
     compute_dtype: Optional[torch.dtype],
@@ -251,7 +258,8 @@ def grpo_loss(
     not wanted is empty.
     """
     count = 1 + len(TokenInputs._fields)
-    batch = _batch_of(tokens[:count], num_groups, config_key, backend)
+    batch = _batch_of(tokens[:count], num_groups, per_sequence, config_key, backend)
+    check_token_values(TokenInputs(*stored(*batch.tokens)))  # which are not known while torch.compile traces
     call = LossCall(cast(Tensor, tokens[0]), batch, compute_dtype, wants)
     call = call._replace(teacher=teacher_from_key(teacher, tokens[count:]))
     with torch.no_grad():
@@ -264,19 +272,21 @@ def grpo_loss(
     return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors)
 
 
-def _batch_of(tokens: Sequence[Optional[Tensor]], num_groups: int, config_key: str, backend: str) -> Batch:
+def _batch_of(
+    tokens: Sequence[Optional[Tensor]], num_groups: int, per_sequence: bool, config_key: str, backend: str
+) -> Batch:
     """From what an operator receives; tokens: a tensor of their shape, then the fields of TokenInputs."""
     per_token, *given = tokens
     inputs, config = TokenInputs(*given), config_from_key(config_key)  # type: ignore[arg-type]
     assert per_token is not None
     sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    return Batch(inputs, config, backend, per_token.shape, sequences, num_groups)
+    return Batch(inputs, config, backend, per_token.shape, sequences, num_groups, None, per_sequence)
 
 
 @grpo_loss.register_fake
-def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dtype, wants, teacher=""):
+def _(hidden, weight, bias, tokens, num_groups, per_sequence, config_key, backend, compute_dtype, wants, teacher=""):
     ids, dtype, f = tokens[0], table_dtype(compute_dtype or hidden.dtype), hidden.new_empty
-    batch = _batch_of(tokens[: 1 + len(TokenInputs._fields)], num_groups, config_key, backend)
+    batch = _batch_of(tokens[: 1 + len(TokenInputs._fields)], num_groups, per_sequence, config_key, backend)
     given = (hidden, weight, weight if bias is None else bias)
     return (
         f((), dtype=dtype),
@@ -321,6 +331,7 @@ def policy_loss(
     entropy: Tensor,
     tokens: Sequence[Optional[Tensor]],
     num_groups: int,
+    per_sequence: bool,
     config_key: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -330,12 +341,13 @@ def policy_loss(
     check_offsets(inputs.cu_seqlens, logps.numel())
     check_token_values(inputs)
     with torch.no_grad():
-        planned = plan(inputs, logps, config, dtype)
+        planned = plan(inputs, logps, config, dtype, per_sequence=per_sequence)
         logp, nats = (x.detach().reshape(-1).to(dtype) for x in stored(logps, entropy))
         logp = torch.where(nats.isnan(), torch.nan, logp)
         if planned.scored is not None:
             logp, nats = (torch.where(planned.scored, x, 0.0) for x in (logp, nats))
-        batch = Batch(inputs, config, backend, logps.shape, planned.sequences.count, num_groups)
+        count = planned.sequences.count
+        batch = Batch(inputs, config, backend, logps.shape, count, num_groups, None, per_sequence)
         fused = fused_objective(batch, planned.rules, dtype)
         loss = GRPOLoss(planned, logp, nats, fused=fused, groups=(inputs.group_index, num_groups))
         gradients = loss.of_all()
@@ -344,9 +356,9 @@ def policy_loss(
 
 
 @policy_loss.register_fake
-def _(logps, entropy, tokens, num_groups, config_key, backend):
+def _(logps, entropy, tokens, num_groups, per_sequence, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
-    batch = _batch_of([logps, *tokens], num_groups, config_key, backend)
+    batch = _batch_of([logps, *tokens], num_groups, per_sequence, config_key, backend)
     return (
         f((), dtype=dtype),
         f(_found_shape(batch, dtype), dtype=dtype),

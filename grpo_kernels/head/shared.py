@@ -78,3 +78,15 @@ def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:
 def no_gradients(tensors: Sequence[Tensor | None]) -> list[None] | None:
     """What an operator's backward returns for this list: torch has a place for each entry if none of them is None."""
     return None if any(x is None for x in tensors) else [None] * len(tensors)
+
+
+def save_tensors(ctx: Any, *tensors: Tensor | None) -> None:
+    """Saves tensors for the backward. Those of inference mode, which autograd takes no part in and refuses to save,
+    stay on the node as they are."""
+    ctx.of_inference = {i: x for i, x in enumerate(tensors) if x is not None and x.is_inference()}
+    ctx.save_for_backward(*(None if i in ctx.of_inference else x for i, x in enumerate(tensors)))
+
+
+def saved_tensors(ctx: Any) -> list[Any]:
+    """Returns what `save_tensors` was given."""
+    return [ctx.of_inference.get(i, x) for i, x in enumerate(ctx.saved_tensors)]

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 
 from ..checks.arguments import products_dtype
 from ..checks.plain import check_gathered
-from ..config import GRPOConfig
+from ..config import GRPOConfig, as_constant
 from ..kernels.operations import (
     Backend,
     KeptIds,
@@ -95,7 +95,7 @@ class TeacherHead:
             sums = backend.divergence(chunk)
             self.vocab_slice.add_up(sums)
             for kept, x in zip((self.divergence, self.offset), sums, strict=True):
-                chunk.rows.put(kept, x.to(kept.dtype))
+                chunk.rows.put(kept, x)
 
 
 # --- K ids -----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class TopKHead(KIds):
                 self.vocab_slice.combine(rows, torch.zeros_like(self.ids[:, 0]), self.rest)
         log_p, _ = self._log_p(chunk, rows.take(self.ids))
         divergence, _ = sums(*self._outcomes(chunk, log_p), self.transform)
-        rows.put(self.divergence, divergence.to(self.divergence.dtype))
+        rows.put(self.divergence, divergence)
 
     def _outcomes(self, chunk: LogitChunk, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the policy and the teacher between which the divergence is."""
@@ -256,8 +256,8 @@ def teacher_to_key(teacher: Teacher | TopKTeacher | None) -> tuple[str, list[Ten
         return "", []
     if isinstance(teacher, TopKTeacher):
         return teacher.mode, [teacher.ids, teacher.logps]
-    numbers = f"{teacher.logit_scale!r};{teacher.logit_softcap!r};{teacher.top_k!r}"
-    return f"{numbers};{teacher.mode}", [teacher.hidden, teacher.weight, teacher.bias]
+    scale, softcap, top_k = as_constant((teacher.logit_scale, teacher.logit_softcap, teacher.top_k))
+    return f"{scale!r};{softcap!r};{top_k!r};{teacher.mode}", [teacher.hidden, teacher.weight, teacher.bias]
 
 
 def teacher_from_key(key: str, tensors: Sequence[Any]) -> Teacher | TopKTeacher | None:

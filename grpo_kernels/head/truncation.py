@@ -87,7 +87,7 @@ def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> Samp
     with pinned_matmul_precision(device):
         check_call(call, len(inputs[1]))
         stats = Statistics.empty(0, device, dtype)
-        opened = open_pass(inputs, call, stats, logits_dtype=dtype)  # 16 bits would make equal logits of many
+        opened = open_pass(inputs, call, stats)
         head, tokens = opened.head, opened.tokens
         for rows in head.chunks(opened.chosen.scored):
             logits = head.logits(rows)

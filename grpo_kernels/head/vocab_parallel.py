@@ -82,8 +82,8 @@ class VocabSlice(NamedTuple):
         owner = self.owner(rows.take(ids)).long()[None]
         sampled = (logp.gather(0, owner) + log_share.gather(0, owner)).squeeze(0)
         rows.put(stats.lse, total)
-        rows.put(stats.entropy, terms.sum(0).to(stats.entropy.dtype))
-        rows.put(stats.logp, sampled.to(stats.logp.dtype))
+        rows.put(stats.entropy, terms.sum(0))
+        rows.put(stats.logp, sampled)
 
     def gather(self, x: Tensor) -> Tensor:
         return all_gather(self.group, x)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,15 @@ from torch.nn.modules.module import register_module_forward_hook
 from ..checks.plain import check_plain, check_shape
 from ..logps import fused_logps
 from .lm_head import lm_head_inputs
-from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, unwrap_causal_lm
+from .transformers import (
+    CausalLM,
+    forward_inputs,
+    fused_forward,
+    head_logits,
+    own_logits,
+    position_ids,
+    unwrap_causal_lm,
+)
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "completion_ids", "completion_mask")
 
@@ -42,8 +51,9 @@ def check_alignment(
         print(check_alignment(model, batch, out.logps).message)
 
     Mistakes that it recognises: hidden states shifted by a position, hidden states before the final norm, a logit scale
-    that is forgotten or inverted, a softcap, temperature or bias that is forgotten, the base weight of an lm_head with
-    adapters. Dropout must be off. Raises what `fused_forward` raises.
+    that is forgotten or inverted, a softcap or bias that is forgotten, the base weight of an lm_head with adapters,
+    another temperature, whose value is fitted, a forward without the attention_mask of prompts that are padded on the
+    left. While dropout is on, nothing can be compared, and the message says so. Raises what `fused_forward` raises.
     """
     parts = unwrap_causal_lm(model)
     if not isinstance(batch, Mapping):
@@ -57,6 +67,10 @@ def check_alignment(
     mask = batch.get("completion_mask")
     if mask is None:
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask[:, -ids.shape[1] :]
+    dropout = _active_dropout(model)
+    if dropout:
+        what = f"the model is in training mode and {dropout} is on: each forward draws another one; call model.eval()"
+        return Alignment(False, math.nan, f"not compared: {what} first, for the log-probabilities too")
     scored = mask.bool()
     if not bool(scored.any()):
         raise ValueError("batch has no scored token; expected a completion_mask or attention_mask with some")
@@ -84,39 +98,113 @@ def check_alignment(
 
     error = distance(right)
     found = {
-        mistake: distance(_logps(other, ids, divisor))
-        for mistake, other, divisor in _mistakes(parts, hidden, before_norm, logits, span, temperature)
+        mistake: distance(_logps(other, ids, temperature))
+        for mistake, other in _mistakes(parts, hidden, before_norm, logits, span)
     }
-    best = min(found, key=found.__getitem__, default="")
-    explains = bool(best) and found[best] < 0.25 * error
+    note_of_padding, other_inputs = "", _with_other_mask(parts, inputs)
+    if other_inputs is not None:
+        other = _logps(own_logits(parts, other_inputs, keep=0)[0][:, span], ids, temperature)
+        found["a forward without an attention_mask, of prompts that are padded on the left"] = distance(other)
+        if attention_mask is None:
+            note_of_padding = "; input_ids begins with config.pad_token_id, and batch has no attention_mask"
+    best = min(found, key=found.__getitem__)
     rounding = 4 * torch.finfo(logits.dtype).eps * max(1.0, float(right[scored].abs().mean()))
+    if error > rounding:
+        fitted = _fit_temperature(lambda t: distance(_logps(logits[:, span], ids, t)))
+        distance_of_fit = distance(_logps(logits[:, span], ids, fitted))
+        if distance_of_fit + rounding / 64 < 0.25 * found[best]:
+            kind = "a forgotten" if abs(fitted - 1) < 0.01 and temperature != 1.0 else "another"
+            best = f"{kind} temperature: they are at {fitted:.3g}, where the check was told {temperature:g}"
+            found[best] = distance_of_fit
+    explains = found[best] < 0.25 * error
     if error <= rounding and not (explains and error > rounding / 64):
-        return Alignment(True, error, f"aligned: the log-probabilities differ by {error:.2g} nats on average")
+        message = f"aligned: the log-probabilities differ by {error:.2g} nats on average"
+        return Alignment(True, error, message + note_of_padding)
     what = f"it looks like {best}" if explains else "it looks like none of the usual mistakes"
-    return Alignment(False, error, f"not aligned: the log-probabilities differ by {error:.3g} nats on average; {what}")
+    message = f"not aligned: the log-probabilities differ by {error:.3g} nats on average; {what}"
+    return Alignment(False, error, message + note_of_padding)
 
 
 def _logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    logps = (logits.float() / temperature).log_softmax(-1)
-    return logps.gather(-1, ids[..., None]).squeeze(-1)
+    """Returns log-probabilities (B, T), from float32 logits of one sequence at a time."""
+    rows = [
+        (z.float() / temperature).log_softmax(-1).gather(-1, i) for z, i in zip(logits, ids[..., None], strict=True)
+    ]
+    return torch.stack(rows).squeeze(-1)
+
+
+def _fit_temperature(distance: Callable[[float], float]) -> float:
+    """Returns the temperature in [1/32, 32] with the least distance: the best of a grid over its logarithm, refined by
+    golden sections."""
+
+    def error(log2: float) -> float:
+        return distance(2.0**log2)
+
+    grid = [i / 2 for i in range(-10, 11)]
+    centre = min(grid, key=error)
+    low, high, ratio = centre - 0.5, centre + 0.5, (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    of_left, of_right = error(left), error(right)
+    for _ in range(24):  # to 1e-5 of its logarithm
+        if of_left <= of_right:
+            high, right, of_right = right, left, of_left
+            left = high - ratio * (high - low)
+            of_left = error(left)
+        else:
+            low, left, of_left = left, right, of_right
+            right = low + ratio * (high - low)
+            of_right = error(right)
+    return float(2 ** ((low + high) / 2))
+
+
+def _active_dropout(model: nn.Module) -> str:
+    """Returns what draws at random in the forward: a module of dropout, or a probability that attention reads."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if "dropout" in type(module).__name__.lower() and getattr(module, "p", False):
+            return f"{name} (p={module.p:g})"
+        for option in ("attention_dropout", "dropout", "dropout_prob", "activation_dropout"):
+            p = getattr(module, option, 0.0)
+            if isinstance(p, float) and p > 0.0:
+                return f"{name}.{option} ({p:g})"
+    return ""
+
+
+def _with_other_mask(parts: CausalLM, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of a forward that leaves out the mask of padding on the left, or where there is no mask,
+    that has it. None where no prompt begins with padding."""
+    mask, ids, pad = (
+        inputs.get("attention_mask"),
+        inputs["input_ids"],
+        getattr(parts.model.config, "pad_token_id", None),
+    )
+    others = {name: x for name, x in inputs.items() if name not in ("attention_mask", "position_ids")}
+    if mask is not None:
+        return None if bool(mask[:, 0].all()) else others
+    if pad is None or pad == getattr(parts.model.config, "bos_token_id", None):  # which may begin any prompt
+        return None
+    mask = ((ids != pad).cumsum(1) > 0).to(ids.dtype)
+    if bool(mask[:, 0].all()) or not bool(mask.any(1).all()):
+        return None
+    positions = position_ids(parts, mask)
+    return others | {"attention_mask": mask} | ({} if positions is None else {"position_ids": positions})
 
 
 def _mistakes(
-    parts: CausalLM, hidden: Tensor, before_norm: Tensor | None, logits: Tensor, span: slice, temperature: float
-) -> Iterator[tuple[str, Tensor, float]]:
-    """Yields (mistake, logits of the scored positions with it, temperature), as far as this model allows it."""
+    parts: CausalLM, hidden: Tensor, before_norm: Tensor | None, logits: Tensor, span: slice
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (mistake, logits of the scored positions with it), as far as this model allows it."""
     (scale, softcap), lm_head = parts.transform, parts.lm_head
     shifted = "hidden states one position {}: row t must be the one before completion_ids[:, t]"
-    yield shifted.format("late"), logits[:, span.start + 1 :], temperature
+    yield shifted.format("late"), logits[:, span.start + 1 :]
     if -span.start < logits.shape[1]:
-        yield shifted.format("early"), logits[:, span.start - 1 : span.stop - 1], temperature
-    if temperature != 1.0:
-        yield "a forgotten temperature", logits[:, span], 1.0
+        yield shifted.format("early"), logits[:, span.start - 1 : span.stop - 1]
 
     right = lm_head_inputs(lm_head, hidden[:, span])
     if before_norm is not None:
         head = lm_head_inputs(lm_head, before_norm[:, span])
-        yield "hidden states before the final norm of the model", head_logits(head, scale, softcap), temperature
+        yield "hidden states before the final norm of the model", head_logits(head, scale, softcap)
     for other in dict.fromkeys(((1.0, softcap), (1 / scale, softcap), (scale, None), (1.0, None))):
         forgotten = [f"logit_scale of {scale:.6g}"] if other[0] != scale else []
         forgotten += [f"logit_softcap of {softcap:.6g}"] if other[1] != softcap else []
@@ -124,13 +212,13 @@ def _mistakes(
         inverted = f"an inverted logit_scale, {1 / scale:.6g} for {scale:.6g}"
         if forgotten:
             mistake = inverted if is_inverted else "a forgotten " + " and ".join(forgotten)
-            yield mistake, head_logits(right, *other), temperature
+            yield mistake, head_logits(right, *other)
     if right.bias is not None:
-        yield "a forgotten lm_head_bias", head_logits(right._replace(bias=None), scale, softcap), temperature
+        yield "a forgotten lm_head_bias", head_logits(right._replace(bias=None), scale, softcap)
     base = getattr(lm_head, "base_layer", getattr(lm_head, "original_module", None))
     if base is not None:
         head = lm_head_inputs(base, hidden[:, span])
-        yield "the base weight of an lm_head with adapters", head_logits(head, scale, softcap), temperature
+        yield "the base weight of an lm_head with adapters", head_logits(head, scale, softcap)
 
 
 def _is_same_memory(x: Any, y: Tensor) -> bool:

@@ -29,8 +29,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """loss, metrics = module(hidden, weight, ids, mask, advantages, ...), as Liger's module of this name.
 
     metrics are ([mean KL if beta != 0], share of clipped tokens). The arguments are Liger's; `compiled` and
-    `chunk_size` say how Liger computes, and change nothing here. sparse_backward, which Liger does not have, is as in
-    `grpo_kernels.GRPOConfig`. What differs:
+    `chunk_size` say how Liger computes, and change nothing here. sparse_backward and logits_dtype, which Liger does not
+    have, are as in `grpo_kernels.GRPOConfig`. What differs:
 
     - "luspo" leaves padding out, and sums the tokens of a sequence where Liger takes their mean times the length. Both
       agree for sequence-level ratios with beta=0 and weights per sequence, which is LUSPO (arXiv:2602.05261).
@@ -61,6 +61,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     vespo_lambda_neg: float = 2.0
     _: KW_ONLY
     sparse_backward: float | None = None
+    logits_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         super().__init__()  # after the fields, which are no tensors: nn.Module allows it
@@ -85,6 +86,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         """Returns (loss (), metrics), with gradients to _input (B, T, H), lin_weight (V, H) and bias (V,)."""
         config = self._config()
         check_plain("attention_mask", attention_mask)
+        old_logps, ref_per_token_logps, vllm_is_ratio, num_items_in_batch = map(
+            _without_graph, (old_per_token_logps, ref_per_token_logps, vllm_is_ratio, num_items_in_batch)
+        )
         if ref_per_token_logps is not None and not self.use_ref_model:
             raise ValueError("ref_per_token_logps has no effect with use_ref_model=False; leave one of them out")
         if self.beta != 0.0 and self.use_ref_model and ref_per_token_logps is None:
@@ -95,14 +99,14 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             with torch.no_grad():
                 ref_per_token_logps, _ = fused_logps(
                     ref_input, ref_weight, selected_token_ids, completion_mask=attention_mask, lm_head_bias=ref_bias,
-                    temperature=self.temperature,
+                    temperature=self.temperature, logits_dtype=self.logits_dtype,
                 )  # fmt: skip
         if self.loss_type == "vespo" and vllm_is_ratio is not None:
             vllm_is_ratio = _shared_evenly(vllm_is_ratio, attention_mask)
         counts_tokens = config.aggregation == "num_items"
         out = fused_grpo_loss(
-            _input, lin_weight, selected_token_ids, advantages, completion_mask=attention_mask,
-            old_logps=old_per_token_logps, ref_logps=ref_per_token_logps if config.beta else None,
+            _input, lin_weight, selected_token_ids, _without_graph(advantages), completion_mask=attention_mask,
+            old_logps=old_logps, ref_logps=ref_per_token_logps if config.beta else None,
             rollout_weights=vllm_is_ratio, lm_head_bias=bias, config=config,
             normalizer=_tokens_per_rank(attention_mask, num_items_in_batch) if counts_tokens else None,
         )  # fmt: skip
@@ -131,7 +135,12 @@ def _config(loss_type: str, importance_sampling_level: Level, **options: Any) ->
         raise ValueError(f"importance_sampling_level='sequence' does not go with loss_type={loss_type!r}")
     if found.get("max_completion_length", 0) is None:
         raise ValueError("max_completion_length is None; loss_type='dr_grpo' needs it")
-    return GRPOConfig(**found | {name: options[name] for name in ("delta", "sparse_backward")})
+    return GRPOConfig(**found | {name: options[name] for name in ("delta", "sparse_backward", "logits_dtype")})
+
+
+def _without_graph(x: Any) -> Any:
+    """Returns an input that gets no gradient from Liger, whether it requires one or not."""
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
@@ -160,7 +169,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
     """loss = module(student_input, student_weight, teacher_input, teacher_weight, labels, ...), as Liger's module of
     this name: weight_hard_loss times the cross-entropy of the labels and weight_soft_loss times the divergence, means
     over labels other than ignore_index. beta: 0 is the forward KL, 1 the reverse KL, between them JSD. `compiled` and
-    `chunk_size` change nothing here. A teacher with more ids than the student is refused: slice its weight.
+    `chunk_size` change nothing here; logits_dtype is as in `grpo_kernels.GRPOConfig`. A teacher with more ids than the
+    student is refused: slice its weight.
 
     With return_soft_hard_loss: (loss, soft loss, hard loss), of which only the loss has a gradient.
     """
@@ -173,6 +183,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
     compiled: bool = True
     chunk_size: int = 1024
     return_soft_hard_loss: bool = False
+    _: KW_ONLY
+    logits_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -204,7 +216,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
             options = {"distill_coef": soft, **divergence_of_beta(self.beta)} if soft else {}
             config = GRPOConfig(
                 surrogate="reinforce", kl_estimator="none", aggregation="token_mean",
-                temperature=self.temperature if soft else 1.0, **options,
+                temperature=self.temperature if soft else 1.0, logits_dtype=self.logits_dtype, **options,
             )  # fmt: skip
             return fused_grpo_loss(
                 student_input, student_weight, torch.where(mask, true_labels, 0),
@@ -225,6 +237,6 @@ class LigerFusedLinearJSDLoss(nn.Module):
             with torch.no_grad():
                 soft = fused_divergence(
                     student_input, student_weight, teacher, completion_mask=mask, temperature=self.temperature,
-                    lm_head_bias=student_bias, **divergence_of_beta(self.beta),
+                    lm_head_bias=student_bias, logits_dtype=self.logits_dtype, **divergence_of_beta(self.beta),
                 ).sum() / num_labels  # fmt: skip
         return loss, soft, -outputs[-1].logps.sum() / num_labels

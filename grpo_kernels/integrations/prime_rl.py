@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..config import GRPOConfig
@@ -22,7 +23,8 @@ from ..objective.surrogates import SURROGATE_RULES
 class FusedOutputLinear(nn.Linear):
     """An output layer that returns log-probabilities and entropies in place of logits, as prime-rl's of this name.
 
-    chunk_size is prime-rl's and changes nothing here. logit_scale, logit_softcap: the model's.
+    chunk_size is prime-rl's and changes nothing here. logit_scale, logit_softcap: the model's. logits_dtype: as in
+    `grpo_kernels.GRPOConfig`.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class FusedOutputLinear(nn.Linear):
         *,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.chunk_size = chunk_size
         self.logit_scale = logit_scale
         self.logit_softcap = logit_softcap
+        self.logits_dtype = logits_dtype
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None
@@ -51,7 +55,7 @@ class FusedOutputLinear(nn.Linear):
                 raise ValueError(f"{name} is None; expected a tensor with one value per token")
         logps, entropy = fused_logps(
             hidden_states, self.weight, labels, temperature=temperature, logit_scale=self.logit_scale,  # type: ignore[arg-type]
-            logit_softcap=self.logit_softcap, entropy=True,
+            logit_softcap=self.logit_softcap, logits_dtype=self.logits_dtype, entropy=True,
         )  # fmt: skip
         assert entropy is not None
         return {"logprobs": logps, "entropy": entropy.detach()}
@@ -96,6 +100,7 @@ def _config(**options: Any) -> GRPOConfig:
             raise ValueError(f"{name}={options[name]!r}: prime-rl divides the sum over the tokens itself; leave it out")
     if options.get("entropy_coef") or options.get("entropy_threshold") is not None:
         raise ValueError("entropy_coef and entropy_threshold need the entropies, which prime-rl does not pass")
-    if options.get("sparse_backward") is not None:
-        raise ValueError("sparse_backward has no effect on a loss from log-probabilities; leave it out")
+    for name in ("sparse_backward", "logits_dtype"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} has no effect on a loss from log-probabilities; leave it out")
     return GRPOConfig(aggregation="token_mean", **options)

@@ -49,13 +49,17 @@ _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _PER_TOKEN_COUNT = ("cispo", "dapo", "vespo")  # loss types that TRL divides by num_items_in_batch
 
 
+_PARTS_OF_LOSS = ("get_gamma_weights", "get_off_policy_mask")  # what only TRL's own _compute_loss calls
+
+
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with its loss computed by `fused_grpo_loss`, inside of the model's forward.
 
     The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's; losses and gradients to
     1e-5 in float32, up to rounding under TRL's default of bfloat16 autocast. Old and reference log-probabilities come
     from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
-    backward computes the logits of the kept tokens again. sparse_backward: as in `grpo_kernels.GRPOConfig`.
+    backward computes the logits of the kept tokens again. sparse_backward and logits_dtype, which all of these and the
+    recomputed ids below have: as in `grpo_kernels.GRPOConfig`.
 
     On top of TRL's importance weights of vLLM, for a batch of generations of all processes: rollout_is_batch_normalize
     divides them by their mean, then rollout_rs, options of `grpo_kernels.rejection_mask`, makes weights 0, of the share
@@ -73,6 +77,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             quantised lm_head; with truncated sampling what else changes logits (penalties, banned ids, least lengths);
             rollout_rs or rollout_is_batch_normalize without importance weights, rollout_rs_mask without rollout_rs;
             weights changed by these with loss_type="vespo", whose own weight is their product over a sequence.
+        TypeError: a class with another trainer's loss behind this one, a part of TRL's loss that a subclass overrides
+            (both would have no effect), or the configuration of a trainer with another loss.
     """
 
     beta: float  # TRL's, as the next two
@@ -83,7 +89,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(
         self, *args: Any, sparse_backward: float | None = None, truncated_support: bool = True,
         rollout_rs: Mapping[str, Any] | None = None, rollout_rs_mask: bool = False,
-        rollout_is_batch_normalize: bool = False, **kwargs: Any,
+        rollout_is_batch_normalize: bool = False, logits_dtype: torch.dtype | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         truncated_support = check_flag("truncated_support", truncated_support)
         rollout_is_batch_normalize = check_flag("rollout_is_batch_normalize", rollout_is_batch_normalize)
@@ -92,7 +98,9 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             check_rejections(rollout_rs, "rollout_rs")
         elif rollout_rs_mask:
             raise ValueError("rollout_rs_mask=True has no effect without rollout_rs; leave it out")
+        self._refuse_other_losses()
         super().__init__(*args, **kwargs)
+        _refuse_config_of_another_loss(self)
         self._truncation = truncation_of(self) if truncated_support else None
         self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
         for name, given in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
@@ -107,7 +115,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             warnings.filterwarnings("ignore", "GRPOConfig.from_trl")  # of what a loop has to do: TRL's does it
             self._loss_config = GRPOConfig.from_trl(
                 self.args, self.model.config, entropy_threshold=None, entropy_coef=max(0.0, self.entropy_coef),
-                sparse_backward=sparse_backward,
+                sparse_backward=sparse_backward, logits_dtype=logits_dtype,
             )  # fmt: skip
         for name in ("entropy_coef", "entropy_coef_min"):  # what the configuration of the loss does not show
             if getattr(self.args, name) < 0:
@@ -120,8 +128,20 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             if model is not None:
                 base = self.accelerator.unwrap_model(model)  # the reference model is prepared already
                 base = base.get_base_model() if hasattr(base, "peft_config") else base
-                in_float32 = self.args.cast_lm_head_to_fp32
-                _add_head(base, self.temperature, lambda: self._support, in_float32=in_float32)
+                options = {"temperature": self.temperature, "logits_dtype": logits_dtype}
+                _add_head(base, options, lambda: self._support, in_float32=self.args.cast_lm_head_to_fp32)
+
+    @classmethod
+    def _refuse_other_losses(cls) -> None:
+        """Raises where a class that stands behind this one, or a part of TRL's loss that this one does not call, is
+        another than GRPOTrainer's: it would have no effect."""
+        parts = {name: getattr(cls, name) for name in _PARTS_OF_LOSS}
+        for name, method in {"_compute_loss": super()._compute_loss, **parts}.items():
+            if method is not getattr(GRPOTrainer, name):
+                raise TypeError(
+                    f"{cls.__name__} has {method.__qualname__}, which FusedGRPOTrainer does not call: its loss is that "
+                    "of GRPOTrainer; use patch_trl() with a trainer that has another loss"
+                )
 
     def _generate(self, prompts: list[Any]) -> Any:
         found = super()._generate(prompts)
@@ -316,6 +336,7 @@ class _LossCall:
             head.hidden, head.weight, self.inputs["completion_ids"], completion_mask=self.mask, lm_head_bias=head.bias,
             sampling_mask=of_rows(self.inputs), entropy=True, temperature=config.temperature,
             logit_scale=config.logit_scale, logit_softcap=config.logit_softcap, sparse_backward=config.sparse_backward,
+            logits_dtype=config.logits_dtype,
         )  # fmt: skip
         assert entropy is not None
         known = entropy.detach()
@@ -396,6 +417,22 @@ class _LossCall:
         return (phi * self.mask).sum(), self.mask.sum().to(phi.dtype)
 
 
+def _refuse_config_of_another_loss(trainer: FusedGRPOTrainer) -> None:
+    """Raises for the configuration of a variant of TRL, and for fields that nothing here reads."""
+    kind = type(trainer.args)
+    variants = [x for x in kind.__mro__ if issubclass(x, trl.GRPOConfig) and x is not trl.GRPOConfig]
+    of_trl = [x.__name__ for x in variants if x.__module__.partition(".")[0] == "trl"]
+    known = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    unknown = [field.name for field in dataclasses.fields(kind) if field.name not in known]
+    if of_trl:
+        why = f"a {of_trl[0]}, of a loss that is not GRPOTrainer's"
+    elif unknown and type(trainer) is FusedGRPOTrainer:
+        why = f"a {kind.__name__} with {', '.join(unknown)}, which FusedGRPOTrainer does not read"
+    else:
+        return
+    raise TypeError(f"args is {why}; expected a trl.GRPOConfig. A trainer with a loss of its own goes with patch_trl()")
+
+
 def _completion_mask(inputs: dict[str, Any]) -> Tensor:
     """Returns (B, T) bool: what the model sampled."""
     mask = inputs["completion_mask"]
@@ -403,16 +440,16 @@ def _completion_mask(inputs: dict[str, Any]) -> Tensor:
 
 
 def _add_head(
-    model: Any, temperature: float, support: Callable[[], RolloutSupport | None], *, in_float32: bool
+    model: Any, options: Mapping[str, Any], support: Callable[[], RolloutSupport | None], *, in_float32: bool
 ) -> None:
     """Makes `model(..., fused_lm_head=True)` return what TRL's head returns, and with grpo_loss= the loss too.
-    support: of the rollout that is being scored, if its sampling was truncated.
+    options: of `fused_logps`. support: of the rollout that is being scored, if its sampling was truncated.
 
     It stands on top of TRL's own head, of which it keeps the arguments; other calls (generation) go through unchanged.
     """
     original, text_config = model.forward, model.config.get_text_config()
     transform = logit_transform(model.config)
-    options = dict(temperature=temperature, logit_scale=transform.scale, logit_softcap=transform.softcap)
+    options = dict(options, logit_scale=transform.scale, logit_softcap=transform.softcap)
     _check_head(model.get_output_embeddings())
 
     @functools.wraps(type(model).forward)  # generate() looks at the signature
@@ -530,13 +567,13 @@ _originals: dict[tuple[types.ModuleType, str], Any] = {}
 _head_options: dict[str, Any] = {}  # of patch_trl
 
 
-def patch_trl(sparse_backward: float | None = None) -> None:
+def patch_trl(sparse_backward: float | None = None, logits_dtype: torch.dtype | None = None) -> None:
     """Lets all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`,
     and DistillationTrainer its loss by `fused_distillation_loss`.
 
     The other losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more
-    than log-probability and entropy (mean_logits, is_top1) cost a product without gradient. sparse_backward: as in
-    `grpo_kernels.GRPOConfig`, of log-probabilities. A second call changes nothing else.
+    than log-probability and entropy (mean_logits, is_top1) cost a product without gradient. sparse_backward, of
+    log-probabilities, and logits_dtype: as in `grpo_kernels.GRPOConfig`. A second call changes nothing else.
     """
     check_sparse_backward(sparse_backward)
     import trl.trainer.distillation_trainer as trl_distillation
@@ -552,7 +589,7 @@ def patch_trl(sparse_backward: float | None = None) -> None:
         _originals.update({(module, name): getattr(module, name) for module, name in patches})
     for (module, name), replacement in patches.items():
         setattr(module, name, replacement)
-    _head_options["sparse_backward"] = sparse_backward
+    _head_options.update(sparse_backward=sparse_backward, logits_dtype=logits_dtype)
 
 
 def unpatch_trl() -> None:

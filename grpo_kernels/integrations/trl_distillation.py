@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from . import trl as _  # noqa: F401  # first, since it says which TRL is needed where that one is not installed
+from .trl import _head_options  # first, since it says which TRL is needed where that one is not installed
 
 # isort: split
 import trl.trainer.distillation_trainer as trl_distillation
@@ -52,7 +52,8 @@ def divergence_loss(
     out = fused_distillation_loss(
         student_hidden_states, student_lm_head_weight, teacher, completion_mask=completion_mask,
         temperature=temperature, logit_scale=student_logit_scale, logit_softcap=student_final_logit_softcapping,
-        lm_head_bias=student_lm_head_bias, normalizer=normalizer, **divergence_of_beta(beta),
+        lm_head_bias=student_lm_head_bias, normalizer=normalizer,
+        logits_dtype=_head_options.get("logits_dtype"), **divergence_of_beta(beta),
     )  # fmt: skip
     return out.loss, out.entropy.sum(), count
 

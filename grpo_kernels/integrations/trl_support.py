@@ -88,7 +88,8 @@ class RolloutSupport:
         hidden, weight, bias = head
         if self.engine is None:
             transform = options["temperature"], options["logit_scale"], options["logit_softcap"]
-            found = support_under(self.rule, (hidden, weight, bias), labels, mask, transform)
+            inputs = hidden, weight, bias
+            found = support_under(self.rule, inputs, labels, mask, transform, options["logits_dtype"])
         else:
             part = self.engine[self.row : self.row + len(labels)].to(labels.device)
             found = SamplingMask(part.ids, pad(part.counts, (labels.size(1) - self.length, 0)))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_config
+from ..checks.arguments import check_config, constant
 from ..checks.plain import check_plain, check_shape
 from ..config import GRPOConfig, check_one_of, check_sparse_backward
 from ..logps import fused_logps
@@ -48,8 +48,9 @@ _head_options: dict[str, Any] = {}  # of register
 
 
 def register(
-    name: str = "grpo_kernels", config: GRPOConfig | None = None, *, sparse_backward: float | None = None
-) -> None:
+    name: str = "grpo_kernels", config: GRPOConfig | None = None, *, sparse_backward: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Adds the policy loss `name` to verl, and puts `linear_cross_entropy` in the place of verl's fused kernels.
 
     These are verl's function of this name and the forward of its FusedLinearForPPO, one of which every model patched
@@ -57,7 +58,8 @@ def register(
 
     config: the loss, without its aggregation, which is verl's loss_agg_mode; None: verl's "vanilla" loss with
     actor.clip_ratio, clip_ratio_low, clip_ratio_high and clip_ratio_c. KL to a reference and the entropy bonus stay
-    verl's (actor.use_kl_loss, actor.entropy_coeff). sparse_backward: as in `GRPOConfig`, of `linear_cross_entropy`.
+    verl's (actor.use_kl_loss, actor.entropy_coeff). sparse_backward, logits_dtype: as in `GRPOConfig`, of
+    `linear_cross_entropy`.
 
     Raises ValueError for options of `config` that need what verl does not pass: beta, entropy_coef, entropy_threshold,
     surrogates and masks that read the sampling engine's log-probabilities.
@@ -65,13 +67,15 @@ def register(
     check_sparse_backward(sparse_backward)
     if config is not None:
         check_config(config)
-        if config.sparse_backward is not None:
-            raise ValueError("config.sparse_backward has no effect in verl's policy loss; give it to register()")
+        for option in ("sparse_backward", "logits_dtype"):
+            if getattr(config, option) is not None:
+                raise ValueError(f"config.{option} has no effect in verl's policy loss; give it to register()")
         neutral = dict(beta=0.0, entropy_coef=0.0, entropy_threshold=None, off_policy_mask_threshold=None)
+        neutral |= dict(kl_clamp=None, use_bias_correction_kl=False)
         for option, value in neutral.items():
             if (given := getattr(config, option)) != value:
                 raise ValueError(f"config.{option}={given}: verl's policy losses are not given what it needs")
-    _head_options["sparse_backward"] = sparse_backward
+    _head_options.update(sparse_backward=sparse_backward, logits_dtype=logits_dtype)
     core = importlib.import_module("verl.trainer.ppo.core_algos")
     core.register_policy_loss(name)(partial(policy_loss, grpo_config=config))
     kernel = importlib.import_module(_KERNEL)
@@ -149,6 +153,8 @@ def policy_loss(
     for name, x in tensors.items():
         check_plain(name, x)
         check_shape(name, x, x.shape == log_prob.shape, f"{tuple(log_prob.shape)} like log_prob")
+        if name != "log_prob":
+            constant(name, x)
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
     chosen = _config(grpo_config, _AGGREGATIONS[loss_agg_mode], low, high, config.get("clip_ratio_c", 3.0))
     out = grpo_loss_from_logps(

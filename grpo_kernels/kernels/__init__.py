@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from .operations import Backend
-from .triton import interpreted
 
 
 def _load_of(module: str) -> Callable[[], tuple[Backend | None, str]]:
@@ -31,7 +30,7 @@ _HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 _REGISTRY: dict[str, Entry] = {
     "cpu": Entry(_load_of(".compiled.cpu"), ("cpu",), _HALF_AND_SINGLE),
     "cuda": Entry(_load_of(".compiled.cuda"), ("cuda",), _HALF_AND_SINGLE),
-    "triton": Entry(_load_of(".triton"), ("cuda", "cpu") if interpreted() else ("cuda",), _HALF_AND_SINGLE),
+    "triton": Entry(_load_of(".triton"), ("cuda",), _HALF_AND_SINGLE),
     "torch": Entry(_load_of(".torch.backend"), None, (*_HALF_AND_SINGLE, torch.float64)),
 }
 # What "auto" takes, the first that serves: by type of device.
@@ -74,8 +73,7 @@ def available_backends() -> tuple[str, ...]:
 
 def candidates(device: torch.device) -> tuple[str, ...]:
     """The backends among which "auto" chooses on this device, the preferred one first."""
-    order = _ORDER.get(device.type, ("torch",))
-    return tuple(name for name in order if name != "triton" or not interpreted())  # an interpreter is for tests
+    return _ORDER.get(device.type, ("torch",))
 
 
 @cache

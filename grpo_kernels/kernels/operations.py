@@ -69,11 +69,11 @@ class Rows:
         return x.index_select(0, self.index)
 
     def put(self, destination: Tensor, values: Tensor) -> None:
-        """Writes the chunk's values into a per-token tensor."""
+        """Writes the chunk's values into a per-token tensor, in its type."""
         if self.index is None:
             destination.narrow(0, self.start, self.count).copy_(values)
         else:
-            destination.index_copy_(0, self.index, values)
+            destination.index_copy_(0, self.index, values.to(destination.dtype))
 
     def tokens(self, device: torch.device) -> Tensor:
         """Returns the places in the batch, (C,) int64."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .loss import clamp_ratio, weighted
 from .rollout import derived_metrics, rollout_sums, sequences_of
+from .sequences import segment_sums
 from .surrogates import SURROGATE_RULES
 from .tokens import TokenInputs, rules_of
 
@@ -37,6 +38,8 @@ class Batch:
     num_sequences: int
     num_groups: int = 0
     reward_statistics: list[Tensor] | None = None
+    per_sequence: bool = False  # advantages and rollout weights were given with one value for each sequence
+    advantages: Tensor | None = None  # as they were given, or computed from rewards
 
     @property
     def has_teacher(self) -> bool:
@@ -45,7 +48,7 @@ class Batch:
     @property
     def record_fields(self) -> tuple[str, ...]:
         """The names of what GRPOLoss.finish returns."""
-        inputs, rules = self.tokens, rules_of(self.tokens, self.config, self.shape, self.has_teacher)
+        inputs, rules = self.tokens, rules_of(self.tokens, self.config, self.per_sequence, self.has_teacher)
         present = {
             "scored": inputs.completion_mask is not None or not (self.config.score_inactive or rules.all_have_gradient),
             "kl": rules.has_kl,
@@ -138,8 +141,9 @@ def column_sums(batch: Batch, record: Tensor) -> Sums:
     if inputs.group_index is not None:
         index, order = inputs.group_index.sort(stable=True)
         offsets = torch.searchsorted(index, torch.arange(batch.num_groups + 1, device=index.device))
-        groups = torch.segment_reduce(sequences[order], "sum", offsets=offsets, axis=0, unsafe=True)
-    return Sums(sequences, groups, sequences.sum(0), _extrema(ratio, mismatch, known, scored))
+        groups = segment_sums(sequences[order], offsets)
+    totals = sequences.sum(0, dtype=torch.float64).to(sequences.dtype)
+    return Sums(sequences, groups, totals, _extrema(ratio, mismatch, known, scored))
 
 
 def _extrema(ratio: Tensor, mismatch: Tensor, known: Tensor, scored: Tensor | None) -> Tensor:

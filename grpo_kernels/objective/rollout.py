@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .sequences import Sequences
-from .tokens import TokenInputs, is_per_sequence
+from .tokens import TokenInputs
 
 RATIO_LIMIT = 20.0  # nats, where log-ratios stop as in verl: float32 holds sums of the squares of their exponentials
 NEAR = 0.005  # relative: 16-bit weights are that far from the ratio that they were
@@ -43,13 +43,12 @@ def rollout_sums(
     if weights is None and (old is None or rollout is None):
         return {}, {}
     sequences, given = sequences_of(shape, inputs.cu_seqlens, device), inputs.completion_mask
-    mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if given is None else given.reshape(-1) != 0
+    mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if given is None else given.reshape(-1)
     columns, spread = {}, {}  # of tokens
     pairs: Pairs = {}
     extrema: dict[str, Tensor] = {}
     if weights is not None:
         w = _flat(weights).to(dtype)
-        w = sequences.to_tokens(w) if is_per_sequence(weights, shape, sequences.count) else w
         spread["rollout_weight"], columns["rollout_weight/dropped"] = w, w == 0
     if old is not None and rollout is not None:
         own, known = log_ratios(old, rollout, mask)

@@ -15,20 +15,18 @@ from .surrogates import SURROGATE_RULES
 
 
 class TokenInputs(NamedTuple):
-    """What a caller gives besides hidden states, weight and ids. Shapes: (B, T) or packed (N,); "per sequence" (S,).
-
-    advantages and both kinds of weights may also be per sequence; temperature a scalar; what is optional may be None.
-    """
+    """What a caller gives besides hidden states, weight and ids, one value for each token: (B, T) or packed (N,),
+    contiguous, in the type of the loss (`checks.tokens.per_token`). What is optional may be None."""
 
     advantages: Tensor
-    completion_mask: Tensor | None = None
+    completion_mask: Tensor | None = None  # bool
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
     rollout_weights: Tensor | None = None
     rollout_logps: Tensor | None = None
     cu_seqlens: Tensor | None = None  # (S + 1,) int32 or int64, packed batches
     normalizer: Tensor | None = None  # scalar, replaces the denominator of the aggregation
-    temperature: Tensor | None = None  # one per token, instead of config.temperature
+    temperature: Tensor | None = None  # instead of config.temperature
     entropy_threshold: Tensor | None = None  # scalar
     entropy_coef: Tensor | None = None  # scalar, instead of config.entropy_coef
     entropy_normalizer: Tensor | None = None  # scalar, replaces the denominator of the entropy bonus
@@ -36,11 +34,6 @@ class TokenInputs(NamedTuple):
     token_weights: Tensor | None = None  # what scales a token's loss
     kept_ids: Tensor | None = None  # (M,) of a SamplingMask
     kept_counts: Tensor | None = None  # one per token
-
-
-def is_per_sequence(x: Tensor, shape: torch.Size, num_sequences: int) -> bool:
-    """Whether x holds one value per sequence, (S,) or (S, 1), rather than one per token."""
-    return x.shape != shape and x.numel() == num_sequences and x.shape[0] == num_sequences
 
 
 class Rules(NamedTuple):
@@ -101,40 +94,39 @@ _EVALUATED = (
 )  # fmt: skip
 
 
-def rules_of(inputs: TokenInputs, config: Any, shape: torch.Size, has_teacher: bool) -> Rules:
-    """Returns the rules of a call, kept with the configuration."""
-    sequences = shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.numel() - 1
-    weights, constant = inputs.rollout_weights, is_per_sequence(inputs.advantages, shape, sequences)
-    if weights is not None:
-        constant = constant and is_per_sequence(weights, shape, sequences)
-    key = constant, has_teacher, *map(type, inputs)
+def rules_of(inputs: TokenInputs, config: Any, per_sequence: bool, has_teacher: bool) -> Rules:
+    """Returns the rules of a call, kept with the configuration. per_sequence: advantages and rollout weights are the
+    same for all tokens of a sequence."""
+    key = per_sequence, has_teacher, *map(type, inputs)
     found: Rules | None = config.derived.get(key)
     if found is None:
-        found = config.derived[key] = _derive(inputs, config, constant, has_teacher)
+        found = config.derived[key] = _derive(inputs, config, per_sequence, has_teacher)
     return found
 
 
-def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, has_teacher: bool = False) -> Tokens:
-    """Plans a batch of ids (B, T) or packed (N,)."""
-    shape, device, count, rules = ids.shape, ids.device, ids.numel(), rules_of(inputs, config, ids.shape, has_teacher)
+def plan(
+    inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, per_sequence: bool = False,
+    has_teacher: bool = False,
+) -> Tokens:  # fmt: skip
+    """Plans a batch of ids (B, T) or packed (N,), with inputs of that shape in `dtype`."""
+    shape, device, count, rules = (
+        ids.shape,
+        ids.device,
+        ids.numel(),
+        rules_of(inputs, config, per_sequence, has_teacher),
+    )
     if inputs.cu_seqlens is None:
         sequences = Sequences.padded(shape[0], shape[1], device)
     else:
         sequences = Sequences(inputs.cu_seqlens.to(device=device, dtype=torch.int64), None, count)
-    shaped = inputs.completion_mask
-    if shaped is not None and (shaped.dtype != torch.bool or not shaped.is_contiguous()):
-        shaped = shaped.contiguous() != 0
-    mask = None if shaped is None else shaped.view(-1)
-
-    def flat(x: Tensor) -> Tensor:
-        """(N,) in `dtype`, whatever padding holds: a token without weight has no gradient, and no measure reads it."""
-        if x.dtype != dtype:
-            x = x.to(dtype)
-        if x.shape != shape:
-            if is_per_sequence(x, shape, sequences.count):
-                return sequences.to_tokens(x.reshape(-1))
-            x = x.expand(shape) if x.dim() == 0 else x
-        return x.reshape(-1).contiguous()
+    # Padding may hold anything: a token without weight has no gradient, and no measure reads it.
+    mask, old, rollout, rollout_weight, token_weight, temperature = (
+        None if x is None else x.view(-1)
+        for x in (
+            inputs.completion_mask, inputs.old_logps, inputs.rollout_logps, inputs.rollout_weights,
+            inputs.token_weights, inputs.temperature,
+        )
+    )  # fmt: skip
 
     def without_padding(x: Tensor, other: float = 0.0) -> Tensor:
         return x if mask is None else torch.where(mask, x, other)
@@ -146,10 +138,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
     else:
         dentropy = torch.zeros_like(weight)
 
-    advantage = flat(inputs.advantages)
-    old = None if inputs.old_logps is None else flat(inputs.old_logps)
-    rollout = None if inputs.rollout_logps is None else flat(inputs.rollout_logps)
-    rollout_weight = None if inputs.rollout_weights is None else flat(inputs.rollout_weights)
+    advantage = inputs.advantages.view(-1)
     scale = None if config.surrogate == "vespo" else rollout_weight  # VESPO's own weight takes its place
     if SURROGATE_RULES[config.surrogate].divides_by_rollout and rollout is not None:
         # Where the sampling engine's is unknown: the old policy's, else a ratio of 1 and no surrogate.
@@ -174,16 +163,14 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         if rules.whole_sequences or shares_ratio(level):
             active = sequences.to_tokens(sequences.sum(active.to(dtype)) > 0)
             active = active if mask is None else active & mask
-    if inputs.token_weights is not None:
-        factor = flat(inputs.token_weights)
+    if token_weight is not None:
         shared = via_ratio is weight
-        weight = torch.where(weight != 0, weight * factor, 0.0)
-        via_ratio = weight if shared else torch.where(via_ratio != 0, via_ratio * factor, 0.0)
-    temperature = inputs.temperature
+        weight = torch.where(weight != 0, weight * token_weight, 0.0)
+        via_ratio = weight if shared else torch.where(via_ratio != 0, via_ratio * token_weight, 0.0)
     if temperature is None:
         temperature = torch.full((count,), float(config.temperature), dtype=dtype, device=device)
     else:
-        temperature = without_padding(flat(temperature), 1.0)
+        temperature = without_padding(temperature, 1.0)
     sampled = ids.reshape(-1).long()
     return Tokens(
         config, rules, sequences, lengths,
@@ -191,7 +178,7 @@ def plan(inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, h
         scored=mask if config.score_inactive else active, has_gradient=active, temperature=temperature,
         advantage=advantage,
         dloss_direct=weight, dloss_via_ratio=via_ratio, dloss_dentropy=dentropy, old=old,
-        ref=flat(inputs.ref_logps) if inputs.ref_logps is not None and rules.has_kl else None,
+        ref=inputs.ref_logps.view(-1) if inputs.ref_logps is not None and rules.has_kl else None,
         rollout=rollout, rollout_weight=rollout_weight, surrogate_scale=scale,
         entropy_threshold=config.entropy_threshold if inputs.entropy_threshold is None else inputs.entropy_threshold,
     )  # fmt: skip
@@ -216,20 +203,19 @@ def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Lengths, weight: 
     return each if inputs.entropy_coef is None else each * inputs.entropy_coef.to(weight.dtype)
 
 
-def _derive(inputs: TokenInputs, config: Any, constant: bool, has_teacher: bool) -> Rules:
-    """constant: whether advantages and rollout weights have one value per sequence."""
+def _derive(inputs: TokenInputs, config: Any, per_sequence: bool, has_teacher: bool) -> Rules:
     rule = SURROGATE_RULES[config.surrogate]
     has_rollout = inputs.rollout_logps is not None
     has_old = inputs.old_logps is not None or (rule.divides_by_rollout and has_rollout)
     has_kl = inputs.ref_logps is not None and config.kl_estimator != "none"
     has_entropy = inputs.entropy_coef is not None or config.entropy_coef != 0.0
-    whole = _needs_whole_sequences(inputs, config, has_old, has_kl, constant)
+    whole = _needs_whole_sequences(inputs, config, has_old, has_kl, per_sequence)
     has_threshold = inputs.entropy_threshold is not None or config.entropy_threshold is not None
     all_have_gradient = has_entropy or has_teacher or (config.beta != 0.0 and has_kl)
     return Rules(has_old, has_kl, has_entropy, has_threshold, whole, all_have_gradient)
 
 
-def _needs_whole_sequences(inputs: TokenInputs, config: Any, has_old: bool, has_kl: bool, constant: bool) -> bool:
+def _needs_whole_sequences(inputs: TokenInputs, config: Any, has_old: bool, has_kl: bool, per_sequence: bool) -> bool:
     level = config.importance_sampling_level
     if config.off_policy_mask_threshold is not None and (has_old or inputs.rollout_logps is not None):
         return True
@@ -239,4 +225,4 @@ def _needs_whole_sequences(inputs: TokenInputs, config: Any, has_old: bool, has_
         return level != "token" and has_old  # without one the ratio of the sequence is 1
     thresholded = inputs.entropy_threshold is not None or config.entropy_threshold is not None
     corrects = config.use_bias_correction_kl and has_kl
-    return has_old or corrects or thresholded or inputs.token_weights is not None or not constant
+    return has_old or corrects or thresholded or inputs.token_weights is not None or not per_sequence

@@ -19,7 +19,8 @@ def reason_of(error: BaseException) -> str:
 
 
 # Modules, and the packages that they are in.
-PACKAGES = {name: name for name in ("transformers", "accelerate", "datasets", "tqdm")} | {"yaml": "pyyaml"}
+PACKAGES = {name: name for name in ("transformers", "accelerate", "datasets", "tqdm")}
+PACKAGES |= {"yaml": "pyyaml", "math_verify": "math-verify"}
 
 
 def missing_packages(packages: dict[str, str] = PACKAGES) -> str:

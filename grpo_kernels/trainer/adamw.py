@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -83,7 +84,15 @@ def make_optimizer(parameters: Iterable[nn.Parameter], a: TrainArguments) -> tor
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     kind = MasterAdamW if any(map(is_low, trained)) else torch.optim.AdamW
+    where, weight = f"learning_rate={a.learning_rate}, optim_args={a.optim_args}", nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
     try:
-        return kind([group for group in groups if group["params"]], lr=a.learning_rate, **given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"optim_args={a.optim_args}: {error}") from None
+        if "betas" in given and len(given["betas"]) != 2:
+            raise ValueError("expected two numbers as betas")
+        torch.optim.AdamW([weight], lr=a.learning_rate, **given).step()
+        found = kind([group for group in groups if group["params"]], lr=a.learning_rate, **given)
+    except Exception as error:  # of many types, as are the values of optim_args
+        raise ValueError(f"{where}: {error}") from None
+    if not 0 < weight.abs() < math.inf:
+        raise ValueError(f"{where}: a step changes a weight of 0 by {abs(weight.item())}; expected a positive number")
+    return found

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from . import RunError
 from .arguments import TrainArguments
 from .data import GIVEN_ROWS
+from .files import read_file
 from .loop import Trainer
 from .model import is_peft_model
-from .rewards.worker import name_of
+from .rewards.functions import name_of
 from .run import Given, Run
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def train(
     Args:
         model: a folder or a name of transformers, or a model, which is trained where it is, without dropout. Of a
             PeftModel the active adapter is trained on; `args.use_peft` goes without saying.
-        reward_funcs: one or several: names as on the command line, or functions. A function runs in this process,
-            without limits; with `args.reward_timeout` in a process of its own, which has to be able to import it.
+        reward_funcs: one or several: names as on the command line, or functions, which run in this process.
         train_dataset, eval_dataset: rows (a `datasets.Dataset`, a list of dicts), or a name as on the command line.
         args: everything else; what the other arguments say is left out of it. Default: TrainArguments().
         processing_class: the tokenizer; default: that of the model.
@@ -108,4 +108,4 @@ def train(
         raise KeyboardInterrupt
     if status:
         raise RunError(f"signal {status - 128} stopped the run; {run.folder} holds a checkpoint")
-    return json.loads((run.folder / "summary.json").read_text()) | {"output_dir": run.folder}
+    return json.loads(read_file(run.folder / "summary.json")) | {"output_dir": run.folder}

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 
 from .. import __version__
@@ -55,6 +56,10 @@ Schedule: TypeAlias = Annotated[
     str, ("linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "constant", "constant_with_warmup")
 ]
 Json: TypeAlias = dict[str, Any]
+
+REMOVED = {  # option -> what does its work
+    "reward_timeout": "a function that may hang sets its own limit, as examples/run_program.py does",
+}
 
 ADAMW = ("betas", "eps", "weight_decay")  # what optim_args may hold
 
@@ -130,12 +135,14 @@ class TrainArguments:
     dataset_test_split: str | None = _option(None, "split to evaluate on")
     eval_dataset_name: str | None = _option(None, "a data set of its own to evaluate on")
     prompt_column: str = _option("prompt", "column with the prompt: a text, or messages")
-    answer_column: str | None = _option(None, "column that rewards get as 'answer'")
+    answer_column: str | None = _option(None, "column that rewards get as 'answer'; COLUMN.NAME: a part of one")
     system_prompt: str | None = _option(None, "text of a system message before each prompt")
+    chat_template_kwargs: Json | None = _option(
+        None, 'variables of the chat template, as JSON: {"enable_thinking": false}'
+    )
 
     reward_funcs: list[str] = _option([], "names of built-in rewards, module:function, or path/file.py:function")
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
-    reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
     step_delimiter: str = _option("\n", "ends a step, where a reward function returns one reward per step")
 
     num_generations: Count = _option(8, "completions per prompt")
@@ -257,6 +264,8 @@ class TrainArguments:
         if known := further.keys() & {"logit_scale", "logit_softcap"}:
             raise ValueError(f"{where}: {', '.join(sorted(known))} is read from the model")
         given = {name: value for name, value in own.items() if value is not None} | further
+        if isinstance(dtype := given.get("logits_dtype"), str):  # JSON has its name
+            given["logits_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
         if self.teacher_model_name_or_path is not None:
             given.setdefault("distill_coef", 1.0)
         try:
@@ -320,6 +329,8 @@ class TrainArguments:
              "is the generated arithmetic task"),
             (not a.reward_funcs and not teaches,
              "reward_funcs is empty; expected names of built-in rewards, module:function, or path/file.py:function"),
+            (bool(a.reward_funcs) and a.reward_weights is not None and not any(a.reward_weights),
+             f"reward_weights={a.reward_weights} leave no reward; expected one that is not 0"),
             (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
             (a.share_prompts and a.gradient_checkpointing,
@@ -347,11 +358,11 @@ class TrainArguments:
             yield is_one_split(data) and a.is_given(name), f"{name}={getattr(a, name)!r}: {data} is one split{other}"
         arithmetic, teacher = a.model_name_or_path is None, a.teacher_model_name_or_path
         for needed, present, names in (
-            ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
+            ("beta", a.beta, ("kl_clamp", "kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
             ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta", "teacher_top_k")),
             ("teacher_top_k", a.teacher_top_k, ("teacher_top_k_mode",)),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
-            ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows")),
+            ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows", "logits_dtype")),
             ("use_vllm", a.use_vllm, ("vllm_kwargs", "vllm_importance_sampling_mode", "rollout_rs")),
             ("rollout_rs", a.rollout_rs, ("rollout_rs_mask",)),
             ("use_vllm and a vllm_importance_sampling_mode",
@@ -362,9 +373,10 @@ class TrainArguments:
             ("dataset_test_split or eval_dataset_name", arithmetic or a.dataset_test_split or a.eval_dataset_name,
              ("eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at")),
             ("reward_funcs", a.reward_funcs,
-             ("reward_weights", "reward_timeout", "step_delimiter", "dataset_test_split", "eval_dataset_name",
+             ("reward_weights", "step_delimiter", "dataset_test_split", "eval_dataset_name",
               "dynamic_sampling")),
-            ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
+            ("dataset_name", not arithmetic,
+             ("prompt_column", "answer_column", "system_prompt", "chat_template_kwargs")),
             ("a schedule with warm-up", arithmetic or a.lr_scheduler_type != "constant", ("warmup_steps",)),
             ("several processes (torchrun, accelerate launch)", num_processes > 1, ("fsdp",)),
         ):  # fmt: skip
@@ -435,40 +447,74 @@ def add_option(group: Any, field: str, text: str) -> None:
 
 
 def suggestion(name: str) -> str:
-    """The option that a wrong name most likely means, as the end of a sentence; '' where none is near."""
-    near = difflib.get_close_matches(
-        name.lstrip("-").split("=")[0].replace("-", "_"), TrainArguments.__dataclass_fields__, n=1, cutoff=0.75
-    )
+    """The option that a wrong name most likely means, or what does the work of one that is no more, as the end of a
+    sentence; '' where neither is near."""
+    name = name.lstrip("-").split("=")[0].replace("-", "_")
+    if name in REMOVED:
+        return f" (this option was removed: {REMOVED[name]})"
+    near = difflib.get_close_matches(name, TrainArguments.__dataclass_fields__, n=1, cutoff=0.75)
     return f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""
 
 
-def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:
-    """The options from a command line, on top of those of the YAML file that --config names. command: whose usage
-    --help and errors show. Ends the process, as argparse does, for an unknown option and a value of another type."""
+def parse(argv: Sequence[str], command: str = "train", preset: Sequence[str] = ()) -> TrainArguments:
+    """The options from a command line, on top of those of the YAML file that --config names, on top of the words
+    `preset`. command: whose usage --help and errors show. Ends the process, as argparse does, for an unknown option and
+    a value of another type."""
     parser = make_parser(command)
-    own = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in argv]
-    path = getattr(parser.parse_known_args(own)[0], "config", None)
-    found, rest = parser.parse_known_args([*(() if path is None else _from_yaml(path)), *own])
-    if rest:
-        words = [f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest]
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
-    given = {name: value for name, value in vars(found).items() if name in TrainArguments.__dataclass_fields__}
+
+    def read(words: Sequence[str]) -> dict[str, Any]:
+        own = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in words]
+        found, rest = parser.parse_known_args(own)
+        if rest:
+            words = [f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest]
+            parser.error(f"unrecognized arguments: {' '.join(words)}")
+        return vars(found)
+
+    own = read(argv)
+    given = read(preset) | (_from_yaml(own["config"]) if "config" in own else {}) | own
+    given = {name: value for name, value in given.items() if name in KINDS}
     arithmetic = not {"model_name_or_path", "dataset_name"} & given.keys()
     return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | given)
 
 
-def _from_yaml(path: str) -> list[str]:
-    """The options of a file as words of a command line, so that both are read alike."""
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Takes 1e-8 for a number, as JSON and YAML 1.2 do; in YAML 1.1 it is text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _from_yaml(path: str) -> dict[str, Any]:
+    """The options of a file; without those that are null."""
+    found: dict[str, Any] = {}
     try:
-        options = dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError("it holds no options")
+        for key, value in node.value:
+            name = str(key.value).replace("-", "_")
+            if name not in KINDS:
+                raise ValueError(f"{key.value!r} is no option of a run{suggestion(name)}")
+            if name in found:
+                raise ValueError(f"{name} is there twice")
+            found[name] = _value_of(value, KINDS[name], loader)
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"config={path}: {error}; expected options, one 'name: value' a line") from None
-    words = []
-    for name, value in options.items():
-        values = value if isinstance(value, list) else [value]
-        values = [json.dumps(x) if isinstance(x, (bool, dict)) else str(x) for x in values if x is not None]
-        words += [f"--{name.replace('_', '-')}", *values] if values else []
-    return words
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _value_of(node: yaml.Node, kind: Kind, loader: _Loader) -> Any:
+    """The value of an option; of one that is a text what stands there, a date or a number as it may look."""
+    if kind.several:
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        values = [_value_of(one, kind._replace(several=False), loader) for one in nodes]
+        return None if values == [None] and nodes == [node] else values
+    value = loader.construct_object(node, deep=True)
+    is_text = kind.type is str and isinstance(node, yaml.ScalarNode) and value is not None
+    return node.value if is_text else value
 
 
 def to_json(arguments: TrainArguments, num_processes: int) -> dict[str, Any]:

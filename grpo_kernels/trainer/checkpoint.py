@@ -3,11 +3,13 @@ and read without unpickling."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,8 +22,7 @@ from torch.nn.utils import get_total_norm
 
 from . import RunError, reason_of
 from .arguments import TrainArguments, to_json
-from .data import Prompt, fingerprint
-from .files import CHECKSUMS, remove, sha256
+from .files import CHECKSUMS, checksums, discard, read_file
 from .ranks import whole
 from .rollout import Completion
 from .tasks import ARITHMETIC
@@ -65,11 +66,11 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
     """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
     requested, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
     checkpoint = find_checkpoint(folder, requested)
-    continues = requested is not None and saved.exists()
+    continues = requested is not None and os.path.lexists(saved)
     if checkpoint is not None:  # a link in the folder, or a link to one in the folder, is one of the folder
         continues = folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
         saved = checkpoint / RUN
-    own = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if path.exists())
+    own = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if os.path.lexists(path))
     if own and not continues:
         raise ValueError(
             f"output_dir={folder} holds another run ({', '.join(own[:3])} ...); expected a new folder, or "
@@ -97,7 +98,7 @@ def prune(output: Path, limit: int | None, step: int) -> None:
     link to another place the link goes."""
     written = [folder for folder in checkpoints(output) if _step_of(folder) <= step]
     for folder in written[limit or sys.maxsize :]:
-        remove(folder)
+        discard(folder)
 
 
 def find_checkpoint(output: Path, requested: str | None) -> Path | None:
@@ -120,11 +121,13 @@ def _problem(folder: Path) -> str | None:
     """Why a folder is no sound checkpoint of this trainer, or None."""
     if not folder.is_dir():
         return "there is no such folder"
-    if not (folder / CHECKSUMS).is_file():
+    if not os.path.lexists(folder / CHECKSUMS):
         return "it holds no checksums.json: it was not written by grpo-kernels train"
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text())
-        if wrong := [name for name, expected in sums.items() if sha256(folder / name) != expected]:
+        sums, found = dict(json.loads(read_file(folder / CHECKSUMS))), checksums(folder)
+        if missing := sums.keys() - found.keys():
+            return f"it has lost {', '.join(sorted(missing))}"
+        if wrong := [name for name in sums if found[name] != sums[name]]:
             return f"{', '.join(wrong)} is damaged: its checksum differs"
         if missing := {RUN, STATE} - sums.keys():
             return f"it lacks {', '.join(sorted(missing))}"
@@ -170,8 +173,8 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
     """Raise RunError where the options of a run, saved in the file `path`, differ from these."""
     config = to_json(a, num_processes)
     try:
-        saved = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        saved = dict(json.loads(read_file(path)))
+    except (ValueError, TypeError, OSError) as error:
         raise RunError(f"{path} holds no options of a run: {error}") from None
     # A longer run changes no earlier step, unless the learning rate depends on the length.
     free = FREE | ({"max_steps"} if "constant" in config["lr_scheduler_type"] else set())
@@ -190,11 +193,27 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
         )
 
 
-def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt]) -> None:
-    """Raise RunError where a run of the same options cannot go on from the state in a checkpoint."""
+def fingerprint_of_weights(lm: Any) -> str:
+    """A hash of the parameters that are not trained: of their names, types and shapes, and of the sums of the bits of
+    their rows, which are exact in any order, and read as fast as memory is."""
+    found = hashlib.sha256()
+    for name, tensor in lm.named_parameters():
+        if not tensor.requires_grad:
+            found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+            rows = tensor.detach().reshape(-1, max(1, *tensor.shape[-1:])).contiguous().view(torch.uint8)
+            bits = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
+            found.update(bits.sum(-1, dtype=torch.int64).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_state(checkpoint: Path, a: TrainArguments, inputs: dict[str, str]) -> None:
+    """Raise RunError where a run of the same options cannot go on from the state in a checkpoint. inputs: fingerprints
+    of what it does not hold, by the options that name it."""
     state, progress = read_checkpoint(checkpoint, mmap=True)
-    if state["prompts"] != fingerprint(prompts):
-        name = a.dataset_name or ARITHMETIC
-        raise RunError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
+    for option, now in inputs.items():
+        if dict(state.get("inputs", {})).get(option) != now:  # an earlier version has saved none
+            what = "other prompts" if option == "dataset_name" else "another model"
+            name = getattr(a, option) or ARITHMETIC
+            raise RunError(f"{checkpoint} was written with {what}: {option}={name} has changed since")
     if progress.step > a.max_steps:
         raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}; expected a later step")

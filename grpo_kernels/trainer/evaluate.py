@@ -4,7 +4,6 @@ problem."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -19,13 +18,16 @@ from .arguments import TrainArguments, add_option
 from .checkpoint import CONFIG, RUN
 from .data import Prompt, check_source, from_json, is_one_split
 from .decoding import choose_decoder
+from .files import read_file, write_json
+from .mismatch import fix_rotary
 from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
-from .rewards.answers import TAGGED, final_number, reply, text_of
+from .rewards.answers import reply, said, text_of
+from .rewards.reading import final_answer, is_same
 from .rewards.scoring import BUILT_IN
 from .rollout import Sampler
-from .run import load_data, make_rewards
+from .run import load_data, longest_row, make_rewards
 from .sampling import eos_ids
 from .tasks import ARITHMETIC
 
@@ -49,13 +51,23 @@ def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float
     return fmean(winners) if winners else 0.0
 
 
-def final_answer(text: str) -> Hashable:
-    """What a completion votes with: the contents of its only <answer> block, else its final number, else all of its
-    text; None where that is empty."""
-    if len(tagged := TAGGED.findall(text)) == 1:
-        return str(tagged[0]).strip()
-    number = final_number(text)
-    return number if number is not None else text.strip() or None
+def votes(texts: Sequence[str]) -> list[int | None]:
+    """Returns what each of several completions of a problem, without its thoughts, votes for: the same number where
+    their final answers are the same, or without one all of their text. None where that is empty."""
+    found: list[tuple[str | None, str]] = []
+    result: list[int | None] = []
+    for text in texts:
+        vote = final_answer(text), text.strip()
+        same = (i for i, other in enumerate(found) if _is_same_vote(other, vote))
+        result.append(next(same, len(found)) if any(vote) else None)
+        found.append(vote)
+    return result
+
+
+def _is_same_vote(first: tuple[str | None, str], other: tuple[str | None, str]) -> bool:
+    if first[0] is None or other[0] is None:
+        return first == other
+    return first[0] == other[0] or is_same(first[0], other[0])
 
 
 def evaluate(
@@ -102,12 +114,15 @@ def evaluate(
         correct_at = 1.0
     if correct_at is not None:
         right = [[total >= correct_at for total in totals[group]] for group in groups]
-        answers = [list(map(final_answer, texts[group])) for group in groups]
+        told = [
+            [said(text, prompt.prompt, rewards.opens) for text in texts[group]]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
         ks = ks or [1 << power for power in range(num_samples.bit_length())]
         found |= {
             "pass_at_1": fmean(map(fmean, right)),
             "pass_at_k": {str(k): fmean(pass_at_k(num_samples, sum(row), k) for row in right) for k in ks},
-            "majority_at_k": fmean(map(majority_at_k, answers, right)),
+            "majority_at_k": fmean(map(majority_at_k, map(votes, told), right)),
             "greedy": fmean(total >= correct_at for total in greedy),
         }
     return found | {
@@ -131,14 +146,14 @@ def _scored(totals: Sequence[float]) -> list[float]:
 # Options that stand for those of the run.
 OPTIONS_OF_RUN = (
     "correct_at", "reward_funcs", "temperature", "max_completion_length", "dataset_test_split", "prompt_column",
-    "answer_column", "system_prompt",
+    "answer_column", "system_prompt", "chat_template_kwargs",
 )  # fmt: skip
 # What is read of the options that a run has saved: numbers, and names of data and columns. What is executed is none of
 # it: a reward function of the user's, or the code of a model's repository, comes from the command line alone.
 READ = (
     "dtype", "use_cpu", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split",
-    "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "reward_funcs", "reward_weights",
-    "reward_timeout", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "correct_at",
+    "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs", "reward_funcs",
+    "reward_weights", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "correct_at",
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
 )  # fmt: skip
 
@@ -152,17 +167,20 @@ def run(argv: Sequence[str]) -> int:
             raise ValueError(f"num_samples={options.num_samples}; expected at least 1")
         if not all(1 <= k <= options.num_samples for k in options.ks or ()):
             raise ValueError(f"ks={options.ks}; expected numbers from 1 to num_samples={options.num_samples}")
-        if options.output is not None and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
-            raise ValueError(f"output={options.output}; expected a file, in a folder that exists")
+        output = options.output
+        if output and not (output.is_file() or (not output.exists() and output.absolute().parent.is_dir())):
+            raise ValueError(f"output={output}; expected a file, in a folder that exists")
         model, a = resolve(options)
         numbers = {"num_samples": options.num_samples, "ks": options.ks, "seed": options.seed}
         result = evaluate(*load(model, a), **numbers, correct_at=a.correct_at)
+        print(table(result))
+        if output:
+            write_json(output, result)
+    except BrokenPipeError:  # see `commands.train`
+        raise
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"grpo-kernels evaluate: {error}", file=sys.stderr)
         return 2
-    print(table(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -210,7 +228,8 @@ def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
 def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Returns those that a run saved in the file `path` and evaluation reads; none where it is no such file. Raises
     ValueError or TypeError for one of another type, and for code that the command line does not name."""
-    saved = from_json(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
+    is_file = path.is_file() and not path.is_symlink()  # a hub's cache has links to files of models
+    saved = from_json(read_file(path), str(path)) if is_file else None
     if not isinstance(saved, dict) or "output_dir" not in saved:  # that of a model has none
         return {}
     known = {name: saved[name] for name in READ if name in saved}
@@ -237,6 +256,7 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
         raise ValueError("there are no held-out prompts; expected --dataset-name")
+    fix_rotary(lm, longest_row(a, held_out))
     rewards = make_rewards(a, tokenizer, [], held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")

@@ -1,4 +1,7 @@
-"""Files and folders that are whole or absent, whenever a process is killed, a disk is full or power is lost."""
+"""Files and folders that are whole or absent, whenever a process is killed, a disk is full or power is lost.
+
+A folder of output may be another person's: what is written gets a new name first, and no link in it is followed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +22,9 @@ from typing import Any
 from . import RunError
 
 CHECKSUMS = "checksums.json"  # of the files of a folder that `write_atomically` made
-WRITTEN_BESIDE = r"\.(checkpoint-\d+|start-model-\d+|model|trial-\w+|(config|summary)\.json)\.(partial|replaced)"
+# What is not yet whole, or no longer needed; and a folder that another one is about to take the place of.
+DRAFT, REPLACED = "partial", "replaced"
+TEMPORARY = re.compile(rf"\.(.+)\.[0-9a-f]{{16}}\.({DRAFT}|{REPLACED})")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -27,11 +34,58 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that is whole at any moment, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """Open a new file, which takes the place of `path` when all of it is on the disk. Raises RunError where it cannot
+    be written; what was there before stays."""
+    draft = _temporary(path, DRAFT)
     with naming(path):
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_file(draft, "xb") as file:
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                draft.replace(path)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+        sync(path.parent)
+
+
+def append(path: Path, text: str) -> None:
+    """Write to the end of a file, and make it."""
+    with naming(path), open_file(path, "ab") as file:
+        file.write(text.encode())
+
+
+def read_file(path: Path) -> bytes:
+    """Return what a file holds; raise FileNotFoundError where there is none."""
+    with open_file(path, "rb") as file:
+        return file.read()
+
+
+@contextmanager
+def open_file(path: Path, mode: str) -> Iterator[Any]:
+    """Open a file by a binary mode of `open`. Raises RunError for a link, which might lead anywhere, and for what is no
+    file, such as a pipe, on which one might wait without end."""
+
+    def opener(name: str, flags: int) -> int:
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise RunError(f"{path} is a link; expected a file") from error
+            raise
+
+    with open(path, mode, opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise RunError(f"{path} is a device or a pipe; expected a file")
+        yield file
 
 
 @contextmanager
@@ -44,50 +98,78 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Make `folder` by filling a temporary one beside it, with checksums, synced to the disk before it is renamed.
+    """Make `folder` by filling a new one beside it, with checksums, synced to the disk before it gets its name.
 
-    Raises RunError where that fails (a full disk); what was there before stays.
+    One that has the name is moved aside first: where a process is killed then, `remove_leftovers` gives it its name
+    back. Raises RunError where writing fails (a full disk); what was there before stays.
     """
-    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
-    remove(partial)
-    remove(replaced)
+    replaced = _temporary(folder, REPLACED)
     try:
-        partial.mkdir(parents=True)
-        fill(partial)
-        sums = {path.name: sha256(path) for path in sorted(partial.iterdir()) if path.is_file()}
-        (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
-        for path in (*partial.iterdir(), partial):
-            sync(path)
-        with suppress(FileNotFoundError):
-            folder.replace(replaced)  # to remove it takes longer
-        partial.replace(folder)
-        sync(folder.parent)
-        remove(replaced)
-    except BaseException as error:
-        remove(partial)
-        if not isinstance(error, Exception):  # a second Ctrl-C
-            raise
+        with new_folder(folder) as draft:
+            fill(draft)
+            write_json(draft / CHECKSUMS, checksums(draft))
+            for path in (*draft.rglob("*"), draft):
+                sync(path)
+            try:
+                with suppress(FileNotFoundError):
+                    folder.replace(replaced)
+                draft.replace(folder)
+            except BaseException:
+                if not os.path.lexists(folder):
+                    with suppress(FileNotFoundError):
+                        replaced.replace(folder)
+                raise
+            sync(folder.parent)
+    except Exception as error:
         # safetensors and torch have errors of their own for a full disk
         full = getattr(error, "errno", None) == errno.ENOSPC or any(
             words in str(error) for words in ("space left", "unexpected pos")
         )
         why = "the disk is full" if full else str(error)
         raise RunError(f"{folder} could not be written: {why}; earlier checkpoints are unchanged") from error
+    remove(replaced)
+
+
+@contextmanager
+def new_folder(beside: Path) -> Iterator[Path]:
+    """Make an empty folder; what is left of it under its name is removed at the end."""
+    draft = _temporary(beside, DRAFT)
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    draft.mkdir()
+    try:
+        yield draft
+    finally:
+        remove(draft)
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove what a process that was killed while it wrote has left."""
-    for path in output.iterdir():
-        if re.fullmatch(WRITTEN_BESIDE, path.name):
-            remove(path)
+    """Remove what processes left that were killed while they wrote; a folder that was moved aside, and whose place no
+    other one has taken, gets its name back. Nobody may be writing there."""
+    for path in list(output.iterdir()):
+        if found := TEMPORARY.fullmatch(path.name):
+            name, kind = found.groups()
+            if kind == REPLACED and not os.path.lexists(output / name):
+                path.replace(output / name)
+            else:
+                remove(path)
+
+
+def _temporary(path: Path, kind: str) -> Path:
+    """A name beside `path` that nothing has."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, which loses its name before it loses a part."""
+    remove(path.replace(_temporary(path, DRAFT)))
 
 
 def remove(path: Path) -> None:
     """Remove a folder with what it holds, a file, or a link and not what it leads to."""
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    else:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def lock_folder(folder: Path) -> int:
@@ -107,9 +189,15 @@ def lock_folder(folder: Path) -> int:
     return handle
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def checksums(folder: Path) -> dict[str, str]:
+    """Return SHA-256 of the files of a folder and of those within, by their paths in it. Raises RunError for a link."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            with open_file(path, "rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    found.pop(CHECKSUMS, None)
+    return found
 
 
 def sync(path: Path) -> None:

@@ -20,7 +20,7 @@ from ..objective.rollout import derived_metrics
 from .arguments import TrainArguments
 from .batch import groups_of, without_gradient
 from .checkpoint import LOG, SAMPLES
-from .files import naming, sync, write_text
+from .files import append, read_file, sync, write_text
 from .monitor import Monitor
 from .ranks import Ranks
 from .records import is_number, parse_record, plain, records_of
@@ -56,8 +56,8 @@ class RunLog:
         """Begin, or go on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off.
         What a loss of power has damaged is left out, with a warning."""
         for name, path in self.paths.items():
-            path.touch()
-            written, size = path.read_bytes(), sizes.get(name, 0)
+            append(path, "")
+            written, size = read_file(path), sizes.get(name, 0)
             if (missing := size - len(written)) > 0:
                 self.say(f"{path} is {missing:,} bytes shorter than at step {step}: records of steps are lost")
             records, problem = records_of(written[:size])
@@ -130,8 +130,7 @@ class RunLog:
 
     def _append(self, name: str, text: str) -> None:
         if self.writes:
-            with naming(self.paths[name]), self.paths[name].open("a") as file:
-                file.write(f"{text}\n")
+            append(self.paths[name], f"{text}\n")
 
 
 def pass_numbers(out: Any, inputs: dict[str, Any]) -> dict[str, float]:

@@ -197,11 +197,14 @@ class Trainer:
                 self._set_logps(rollout, "ref_logps")
 
     def _set_logps(self, rollout: list[Completion], name: str) -> None:
+        options: dict[str, object] = {"temperature": self.arguments.temperature}
+        if self.config.logits_dtype is not None:  # which loss=eager does not have
+            options["logits_dtype"] = self.config.logits_dtype
         for rows in groups_of(rollout, self.rows_per_step):
             found = []
             for part in self._passes(rows):
                 inputs = model_inputs(part, self.arguments, self.pad_id, self.run.accelerator.device)
-                logps = infer(self.policy, "logps", **inputs, temperature=self.arguments.temperature).float().cpu()
+                logps = infer(self.policy, "logps", **inputs, **options).float().cpu()
                 found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
             for c, values in zip(rows, self.ranks.gather(found), strict=True):
                 setattr(c, name, values)
@@ -231,6 +234,9 @@ class Trainer:
         grad_norm = self._clip()
         run.check_finite(f"step {p.step + 1}:", {"the loss": record["loss"], "the gradient norm": grad_norm})
         rate = run.optimizer.param_groups[0]["lr"]
+        size = min(grad_norm, a.max_grad_norm or math.inf) / math.sqrt(sum(p.numel() for p in run.trained()))
+        eps = run.optimizer.param_groups[0]["eps"]
+        relative = {} if rate and not grad_norm else {"relative_step": size / max(size + eps, 1e-300) if rate else 0.0}
         run.optimizer.step()
         run.scheduler.step()
         run.check_finite(f"step {p.step + 1} leaves", {"weights whose norm": norm(run.trained())})
@@ -238,7 +244,7 @@ class Trainer:
         p.step, p.used, p.num_tokens = p.step + 1, p.used + 1, p.num_tokens + tokens
         record = {
             "step": p.step, "rollout": p.rollout_index, "epoch": p.cursor / len(run.prompts),
-            "num_tokens": p.num_tokens, "learning_rate": rate, "grad_norm": grad_norm,
+            "num_tokens": p.num_tokens, "learning_rate": rate, "grad_norm": grad_norm, **relative,
             **({"beta": p.beta} if self.reference is not None else {}), **record, **p.rollout_numbers,
         }  # fmt: skip
         self._move_reference(record.get("kl"), len(rows))

@@ -194,6 +194,11 @@ RULES = {
     "gradient_instability": Rule("Gradient instability", ("grad_norm",), gradient_norm, 4, 10,
         f"For {SOON} steps, the gradient norm is {{value:.3g}} times the median before (threshold {{limit:g}}).",
         "Lower the learning rate or max_grad_norm; look for extreme advantages and ratios at this step."),
+    "vanishing_steps": Rule("Vanishing steps", ("relative_step",), lambda h: h.mean("relative_step"), 0.01, 1e-9,
+        f"In the last {WINDOW} steps, AdamW's step was {{value:.2g}} of the learning rate, or that was 0 (threshold "
+        "{limit:g}): the weights do not move.",
+        "Check learning_rate and its schedule, max_grad_norm, and the eps of optim_args, which outweighs small "
+        "gradients.", below=True),
     "no_learning_signal": Rule("No learning signal", ("zero_gradient_groups",),
         lambda h: NAN if h.is_solved() else h.mean("zero_gradient_groups") - h.mean("all_max_groups"), 0.5, 0.9,
         f"{{value:.0%}} of the groups of {WINDOW} steps have equal rewards and no gradient (threshold {{limit:.0%}}, "
@@ -203,7 +208,7 @@ RULES = {
     "unscored": Rule("Unscored completions", ("unscored",),
         lambda h: h.mean("unscored") / (h.mean("completions/count") or NAN), 0.05, math.inf,
         f"{{value:.0%}} of the completions of the last {WINDOW} steps got no reward (threshold {{limit:.0%}}).",
-        "Read the errors of the reward functions in the log; raise reward_timeout where calls time out."),
+        "Read the errors of the reward functions in the log."),
     "length_bias": Rule("Length bias", ("completions/mean_length",), growth, 1.25, math.inf,
         f"Completions grew {{value:.2f}} times in {HISTORY} steps (threshold {{limit:g}}); the reward did not rise.",
         "Add the reward soft_overlong, or take a loss that does not divide by a sequence's length (dapo, dr_grpo)."),
@@ -222,7 +227,8 @@ RULES = {
     "rollout_mismatch": Rule("Rollout mismatch", ("rollout_mismatch/mean",),
         lambda h: h.mean("rollout_mismatch/mean", SOON), 0.036, math.inf,  # of a normal distribution whose KL is 1e-3
         "Log-probabilities of the sampling engine are off by {value:.3g} nats in the mean (threshold {limit:g}).",
-        "Check that the sampling engine has the current weights and the same temperature and precision."),
+        "The check at set-up found no such difference: look for weights that the engine does not get after an update, "
+        "and for rounding that grows with them."),
     "off_policy": Rule("Off-policy samples", EFFECTIVE, effective_sample, 0.3, 0.1,
         "Importance weights leave an effective sample of {value:.0%} (threshold {limit:.0%}).",
         "Check the sampling engine as for rollout_mismatch; where completions are long, weight tokens "

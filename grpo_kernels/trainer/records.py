@@ -54,9 +54,10 @@ def is_number(value: Any) -> bool:
 
 def finite(value: Any) -> float | None:
     """Returns a number to five digits; None for what is none, or not finite."""
-    if not is_number(value) or not math.isfinite(value):
+    if not is_number(value):
         return None
-    return value if isinstance(value, int) else float(f"{value:.5g}")
+    value = value if isinstance(value, int) else float(f"{value:.5g}")  # which may round up to infinity
+    return value if math.isfinite(value) else None
 
 
 def counted(count: int, noun: str) -> str:

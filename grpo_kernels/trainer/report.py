@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
-from .files import write_text
+from .files import read_file, write_text
 from .monitor import ENTROPY, KL_PER_TOKEN, RULES, WINDOW, Monitor
 from .records import Record, counted, finite, is_number, parse, records_of
 
@@ -46,7 +46,7 @@ CHARTS = [
           ("kl_explosion", "divergence_rises"), KL_PER_TOKEN),
     Chart("Entropy", "nats per token", {"entropy": "entropy"}, ("mode_collapse",), ENTROPY),
     Chart("Gradient norm", "before clipping, log scale", {"grad_norm": "norm"}, ("gradient_instability",), log=True),
-    Chart("Learning rate", "of AdamW", {"learning_rate": "rate"}),
+    Chart("Learning rate", "of AdamW", {"learning_rate": "rate"}, ("vanishing_steps",)),
     Chart("Groups of equal rewards", "share of groups",
           {"zero_gradient_groups": "all", "all_min_groups": "lowest", "all_max_groups": "highest"},
           ("no_learning_signal",), RULES["no_learning_signal"].warning),
@@ -142,16 +142,16 @@ def collect(folder: Path) -> dict[str, Any]:
 
 def read_lines(path: Path, notes: list[str]) -> list[Record]:
     """Returns the records of log.jsonl or samples.jsonl; lines that are none are noted."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         notes.append(f"There is no {path.name}.")
         return []
-    found, problem = records_of(path.read_bytes())
+    found, problem = records_of(read_file(path))
     notes += [f"{path.name}: {problem}."] if problem else []
     return list(found.values())
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    found = parse(path.read_bytes()) if path.is_file() else {}
+    found = parse(read_file(path)) if os.path.lexists(path) else {}
     if not isinstance(found, dict):
         notes.append(f"{path.name} could not be read.")
         return {}
@@ -186,7 +186,9 @@ def tiles_of(records: list[Record], evaluations: list[Record], summary: Record) 
     ):
         values = [value for row in rows if (value := finite(row.get(key))) is not None]
         size = min(size, max(1, len(values) // 2))
-        before, now = (form.format(fmean(part)) if part else "" for part in (values[:-size][:size], values[-size:]))
+        parts = values[:-size][:size], values[-size:]
+        # The sum of large numbers is beyond what a float holds.
+        before, now = (form.format(sum(x / len(part) for x in part)) if part else "" for part in parts)
         tiles.append({"label": label, "value": now or "–", "before": before})
     seconds = finite((summary or (records[-1] if records else {})).get("seconds"))
     shown = str(timedelta(seconds=round(seconds))) if seconds is not None and 0 <= seconds < 1e12 else "–"

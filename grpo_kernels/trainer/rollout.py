@@ -107,7 +107,7 @@ class Sampler:
         set_seed(random.Random(f"{stream} {self.ranks.index}").getrandbits(32))
         wrapped: Any = getattr(self.policy, "module", self.policy)  # within DDP
         if self.vllm is not None:
-            return self.vllm.sample(wrapped.lm, prompts, greedy=greedy, step=step, ends=self.ends)
+            return self.vllm.sample(wrapped.lm, prompts, self.arguments, greedy=greedy, step=step, ends=self.ends)
         self.policy.eval()
         size, found = self.arguments.rows_per_rollout(1), []
         for first in range(0, len(prompts), size):

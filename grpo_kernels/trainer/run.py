@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,23 @@ from . import RunError, reason_of
 from .adamw import check_state_of, is_low, make_optimizer
 from .arguments import TrainArguments, to_json
 from .batch import model_inputs
-from .checkpoint import CONFIG, RUN, STATE, Progress, check_state, claim_folder, norm, prune, read_checkpoint
+from .checkpoint import (
+    CONFIG,
+    RUN,
+    STATE,
+    Progress,
+    check_state,
+    claim_folder,
+    fingerprint_of_weights,
+    norm,
+    prune,
+    read_checkpoint,
+)
 from .data import Prompt, fingerprint, load_prompts
 from .decoding import MIB, choose_decoder
-from .files import lock_folder, remove_leftovers, write_atomically, write_json
+from .files import lock_folder, new_folder, remove_leftovers, write_atomically, write_json
 from .log import RunLog
+from .mismatch import check_sampler, fix_rotary
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
 from .rewards import Rewards
@@ -86,10 +97,11 @@ class Run:
         self.folder = Path(a.output_dir).absolute()  # a reward function may change the working directory
         self.accelerator = make_accelerator(a)
         with self.ranks.raise_on_all():
-            self.checkpoint = claim_folder(self.folder, arguments, self.ranks.count)
             if self.accelerator.is_main_process:
                 self.unlock = weakref.finalize(self, os.close, lock_folder(self.folder))
                 remove_leftovers(self.folder)
+        with self.ranks.raise_on_all():
+            self.checkpoint = claim_folder(self.folder, arguments, self.ranks.count)
             source = a.model_name_or_path or str(self.folder / f"start-model-{a.seed}")
             if a.model_name_or_path is None and self.ranks.index == 0 and not Path(source).exists():
                 from .arithmetic import start_model
@@ -99,25 +111,37 @@ class Run:
         lm = load_model(source, a, self.checkpoint, given.model)
         self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=which) for which in (False, True))
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
-        if self.checkpoint is not None:
-            check_state(self.checkpoint, a, self.prompts)
+        self.inputs = {"dataset_name": fingerprint(self.prompts)}  # what a checkpoint does not hold
+        self._compare("model_name_or_path", lm if a.use_peft else None)
         self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
-        vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None
+        length = longest_row(a, [*self.prompts, *self.held_out])
+        fix_rotary(lm, length)
+        vllm = VLLM(lm.name_or_path if a.use_peft else source, a, lm, length) if a.use_vllm else None
         with advice_on_memory(lambda: "set-up"):
             self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
             self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
             self.scheduler = get_scheduler(a.lr_scheduler_type, self.optimizer, a.warmup_steps, a.max_steps)
+            if a.warmup_steps > a.max_steps and self.ranks.index == 0:
+                words = f"warmup_steps={a.warmup_steps} is beyond max_steps={a.max_steps}"
+                print(f"{words}: learning_rate is not reached", file=sys.stderr)
             self.teacher, name = None, a.teacher_model_name_or_path
             if name is not None:
                 self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
+                self._compare("teacher_model_name_or_path", self.teacher.lm)
+                fix_rotary(self.teacher.lm, length)
             ids = self.prompts[0].ids
             first = Completion(0, self.prompts[0].prompt, ids, {}, ids[-1:], ended=True)
             self._first_inputs = model_inputs([first], a, tokenizer.pad_token_id, self.accelerator.device)
             self._score_a_token()
             if vllm is None:
                 choose_decoder(self.policy, self.ranks, a)
+            self.signals = Signals(self.ranks)
+            self.sampler = Sampler(
+                self.policy, tokenizer, a, ends, self.ranks, self.signals, progress=lambda *_: None, vllm=vllm
+            )
+            check_sampler(self.sampler, [prompt.ids for prompt in self.prompts])
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 self._try_to_save()
@@ -127,10 +151,19 @@ class Run:
                 init_trackers(self.accelerator, a, self.options)
             if self.accelerator.is_main_process:
                 write_json(self.folder / CONFIG, self.options)
-        self.signals = Signals(self.ranks)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
         self.log = RunLog(self.folder, self.accelerator, a)
-        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, vllm)
+        self.sampler.progress = self.log.part
+
+    def _compare(self, option: str, frozen: Any) -> None:
+        """Raise RunError where what the run takes is not what its checkpoint was written with. frozen: a model, or
+        None, of which a checkpoint has no weights; only the first rank needs to hold it whole."""
+        with self.ranks.raise_on_all():
+            if self.accelerator.is_main_process:
+                if frozen is not None:
+                    self.inputs[option] = fingerprint_of_weights(frozen)
+                if self.checkpoint is not None:
+                    check_state(self.checkpoint, self.arguments, self.inputs)
 
     def _score_a_token(self) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
@@ -159,9 +192,9 @@ class Run:
                 config.do_sample = True
                 print("generation_config has options of sampling without do_sample: it gets do_sample", file=sys.stderr)
         try:
-            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".trial-", suffix=".partial") as folder:
+            with new_folder(self.folder / "trial") as folder:
                 if not self.arguments.use_peft:  # PEFT saves no adapter without its tensors
-                    save_model(self.bare_policy.lm, Path(folder), {})
+                    save_model(self.bare_policy.lm, folder, {})
                 self.tokenizer.save_pretrained(folder)
         except Exception as error:  # of many types, of transformers, tokenizers and the system
             reason = f"model and tokenizer cannot be saved: {reason_of(error)}"
@@ -251,7 +284,7 @@ class Run:
             "progress": {name: value for name, value in vars(progress).items() if name != "rollout"},
             # Prompts, columns and what functions gave to log_extra have done their work: rewards are known.
             "rollout": [vars(replace(c, prompt="", columns={}, extra={})) for c in progress.rollout],
-            "prompts": fingerprint(self.prompts),
+            "inputs": self.inputs,
             "environment": _environment(),
         }
 
@@ -328,6 +361,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
         given.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
         config=a.dataset_config if name == a.dataset_name else None,
         prompt_column=a.prompt_column, answer_column=a.answer_column, system_prompt=a.system_prompt,
+        chat_template_kwargs=a.chat_template_kwargs,
     )  # fmt: skip
     largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
     if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):
@@ -336,6 +370,14 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
             f"embeddings; expected its own tokenizer, or a model after resize_token_embeddings({len(tokenizer)})"
         )
     return prompts[: a.eval_max_prompts] if held_out else prompts
+
+
+def longest_row(a: TrainArguments, prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt and completion, or what the user lets vLLM have."""
+    of_engine = (a.vllm_kwargs or {}).get("max_model_len")
+    if isinstance(of_engine, int) and of_engine > 0:
+        return of_engine
+    return max(len(prompt.ids) for prompt in prompts) + a.max_completion_length
 
 
 def make_rewards(
@@ -349,7 +391,7 @@ def make_rewards(
         os.path.abspath(spec) if isinstance(spec, str) and os.path.isfile(spec.rpartition(":")[0]) else spec
         for spec in given.rewards or a.reward_funcs
     ]
-    rewards = Rewards(specs, a.reward_weights, timeout=a.reward_timeout, max_length=a.max_completion_length)
+    rewards = Rewards(specs, a.reward_weights, max_length=a.max_completion_length)
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
         try:
             if part:

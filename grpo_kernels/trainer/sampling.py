@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -50,20 +51,28 @@ def generate(
     rows = torch.arange(len(distinct)).repeat_interleave(torch.tensor([count for _, count in distinct]))
     logits = decode.start(*padded([prompt for prompt, _ in distinct], pad_id, lm.device, left=True))
     logits = decode.select(logits, rows.to(lm.device))
-    sampled: list[list[tuple[int, float, list[int]]]] = [[] for _ in prompts]  # ids, log-probabilities, kept ids
+    sampled: list[list[tuple[int, float]]] = [[] for _ in prompts]  # ids, log-probabilities
+    kept_ids: list[Tensor] = []
+    owners: list[tuple[int | None, int]] = []  # of kept ids in turn: their completion, and how many a token has
 
     def has_ended(completion: int) -> bool:
         return bool(sampled[completion]) and sampled[completion][-1][0] in ends
 
     batch = list(range(len(prompts)))  # the completion of each row
     for length in range(1, arguments.max_completion_length + 1):
-        ids, logps, kept = draw(logits, arguments, greedy)
-        drawn = torch.stack([ids.double(), logps.double()], dim=1).tolist()  # both are exact; a GPU is waited for once
-        if any(math.isnan(logp) for _, logp in drawn):
+        ids, logps, keep = draw(logits, arguments, greedy)
+        counts = torch.zeros_like(logps) if keep is None else keep.sum(1)
+        # All are exact. A GPU is waited for once: the number of kept ids is known then, and they are read at the end.
+        drawn = torch.stack([ids.double(), logps.double(), counts.double()], dim=1).tolist()
+        if any(math.isnan(logp) for _, logp, _ in drawn):
             raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
-        for k, (i, (id, logp)) in enumerate(zip(batch, drawn, strict=True)):
+        if keep is not None:
+            total = int(sum(count for _, _, count in drawn))
+            kept_ids.append(torch.nonzero_static(keep, size=total)[:, 1].int())
+        for i, (id, logp, count) in zip(batch, drawn, strict=True):
+            owners.append((None if has_ended(i) else i, int(count)))
             if not has_ended(i):
-                sampled[i].append((int(id), logp, kept[k] if kept else []))
+                sampled[i].append((int(id), logp))
         going = [k for k, i in enumerate(batch) if not has_ended(i)]
         if length == arguments.max_completion_length or not _on_any_rank(bool(going), synced, lm.device):
             break
@@ -72,10 +81,14 @@ def generate(
             batch = [batch[k] for k in going]
             ids = decode.select(ids, torch.tensor(going, device=lm.device))
         logits = decode.next(ids)
+    kept: dict[int | None, list[list[int]]] = defaultdict(list)
+    left = iter(torch.cat(kept_ids).tolist() if kept_ids else ())
+    for owner, count in owners:
+        kept[owner].append(list(islice(left, count)))
     return [
-        Sampled([id for id, _, _ in tokens], has_ended(i),
-                torch.tensor([logp for _, logp, _ in tokens], dtype=torch.float32),
-                [ids for _, _, ids in tokens] if kept is not None else None)
+        Sampled([id for id, _ in tokens], has_ended(i),
+                torch.tensor([logp for _, logp in tokens], dtype=torch.float32),
+                kept[i] if kept_ids else None)
         for i, tokens in enumerate(sampled)
     ]  # fmt: skip
 
@@ -88,23 +101,22 @@ def _on_any_rank(flag: bool, synced: bool, device: Any) -> bool:
     return bool(found)
 
 
-def draw(scores: Any, arguments: TrainArguments, greedy: bool) -> tuple[Tensor, Tensor, list[list[int]] | None]:
-    """A token of each row of logits (B, V): ids (B,), their log-probabilities (B,) in nats, and the ids that truncated
-    sampling kept.
+def draw(scores: Any, arguments: TrainArguments, greedy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A token of each row of logits (B, V): ids (B,), their log-probabilities (B,) in nats, and which ids truncated
+    sampling kept, (B, V) bool.
 
     The model's generation_config has no say: its top_k or repetition penalty would sample from another distribution
     than the one that the loss scores.
     """
     if not greedy and arguments.temperature != 1.0:
         scores = scores / float(arguments.temperature)
-    kept = None
+    keep = None
     if arguments.truncates and not greedy:
         keep = truncate(scores, Truncation(arguments.top_k, arguments.top_p, arguments.min_p))
         scores = scores.masked_fill(~keep, -math.inf)
-        kept = [row.tolist() for row in keep.nonzero()[:, 1].split(keep.sum(1).tolist())]
     logps = scores.log_softmax(-1)
     drawn = logps.argmax(-1, keepdim=True) if greedy else _drawn(logps.exp())
-    return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), kept
+    return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), keep
 
 
 def _drawn(probabilities: Tensor) -> Tensor:

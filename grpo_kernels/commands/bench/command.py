@@ -97,7 +97,10 @@ def bench(arguments: argparse.Namespace) -> int:
         print(f"not run, out of time: {case}")
     cut = sum(_is_cut(report) for found in cases for report in found["implementations"].values())
     if cut or document["not_run"]:
-        print(f"the time was over before {cut} measurements of the cases above; --minutes takes more")
+        print(
+            f"out of time: {cut} measurements of the cases above, {len(document['not_run'])} cases. "
+            f"--resume --minutes {2 * (minutes or 1):g} measures again the cases that lack something"
+        )
     print(f"written: {output}")
     if not arguments.no_figures and importlib.util.find_spec("matplotlib") is None:
         print("no pictures without matplotlib: pip install matplotlib", file=sys.stderr)
@@ -138,7 +141,7 @@ def has_failed(document: Document) -> bool:
 
 
 def _is_cut(report: Document) -> bool:
-    return NOT_RUN in (report.get("error"), report.get("memory_error"))
+    return any(report.get(key, "").startswith(NOT_RUN) for key in ("error", "memory_error"))
 
 
 def _complete_cases(path: Path, here: Document) -> list[Document]:

@@ -12,6 +12,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from ...trainer.files import replacing
 from .machine import OUT_OF_MEMORY, Document
 
 WIDTH, DPI = 9.0, 200  # inches: two pixels for each of the 900 that a README shows
@@ -30,9 +31,9 @@ def draw(document: Document, folder: Path, prefix: str = "", wanted: str = "") -
     written = []
     for name, picture in PICTURES.items():
         if wanted in ("", name) and (figure := picture(document)) is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             written.append(folder / f"{prefix}{name}.png")
-            figure.savefig(written[-1], dpi=DPI)
+            with replacing(written[-1]) as file:
+                figure.savefig(file, dpi=DPI, format="png")
     return written
 
 

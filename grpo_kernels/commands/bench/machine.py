@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ... import __version__, available_backends
+from ...trainer.files import write_text
 from ...trainer.memory import bytes_of
 from ..env import driver_version, package_version, processor
 
@@ -50,10 +51,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def write(path: Path, document: Document) -> None:
     """Atomically: an interrupted run keeps what was there before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(document, indent=1, default=str) + "\n")
-    draft.replace(path)
+    write_text(path, json.dumps(document, indent=1, default=str) + "\n")
 
 
 def now() -> str:

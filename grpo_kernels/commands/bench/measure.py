@@ -1,6 +1,7 @@
-"""One case: every implementation is checked, then timed in interleaved rounds; memory.
+"""One case: every implementation is checked and timed once, then all in interleaved rounds; memory.
 
-Rounds go A B C, B C A, C A B, ...: a slow minute of the machine hits everybody alike.
+Rounds go A B C, B C A, C A B, ...: a slow minute of the machine hits everybody alike. They replace the first times as
+far as the time allows.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import signal
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,12 +29,12 @@ from .reference import Reference, errors, off_policy, reference, why_wrong
 
 Found = dict[str, dict[str, Any]]
 Run = Callable[..., Any]  # run_in_subprocess, told about progress and silence
-PREPARING = 0.6  # share of the time for first calls: what has run by then is timed
 SHORT_S = 1.0  # of a call: repeated whoever makes it
 FAR = 1.5  # times the fastest
 BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
 # Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
 WITHOUT_MEMORY = ("floor", "compiled")
+_RESULT = {"seconds", "error", "missing"}  # one of them is in the report of an implementation that had its turn
 CPU = torch.device("cpu")
 
 
@@ -46,34 +48,40 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
     """Returns {"implementations": name -> what was found}, and "error" where the case itself failed.
 
     Runs in a process of its own. One that kills the process, is silent for too long, or leaves the device in a state of
-    error affects no other: its end is its result, and the others are measured again without it.
+    error affects no other: its end is its result, and the others are measured again without it, first those that have
+    no time yet.
     """
+    found, is_over = titles(names), False
     lost: Found = {}
-    while True:
-        remaining = [name for name in names if name not in lost]
+    while not is_over:
+        remaining = sorted((name for name in names if name not in lost), key=lambda name: "seconds" in found[name])
         try:
-            found = run(_measure, case, remaining, options)
+            reports, why = run(_measure, case, remaining, options, time.time()), NOT_RUN
         except Died as death:
-            if str(death) == NOT_RUN:
-                found = death.found or titles(remaining)
-                for report in found.values():
-                    if not {"seconds", "error", "missing"} & report.keys():
-                        report["error"] = NOT_RUN
-            elif death.last_message not in remaining:
-                return {"error": str(death), "implementations": lost}
-            else:
-                lost[death.last_message] = {"error": str(death)}
-                continue
-        found |= lost
-        return {"implementations": {name: found[name] for name in names}}
+            reports, why = death.found or {}, str(death)
+            if why != NOT_RUN and death.last_message not in remaining:
+                return {"error": why, "implementations": lost}
+            if why != NOT_RUN:
+                lost[death.last_message] = {"error": why}
+        for name, report in reports.items():
+            found[name] |= report
+        # Where time is short, others are not measured again because of one that was too slow.
+        has_all = all(_RESULT & found[name].keys() for name in names if name not in lost)
+        is_over = why == NOT_RUN or (has_all and why.startswith(NOT_RUN))
+    found |= lost
+    for report in found.values():
+        if not _RESULT & report.keys():
+            report["error"] = NOT_RUN
+    _add_ratios(found)
+    return {"implementations": found}
 
 
 def titles(names: Sequence[str]) -> Found:
     return {name: {"title": IMPLEMENTATIONS[name].title} for name in names}
 
 
-def _measure(case: Case, names: Sequence[str], options: Options, on_progress: OnProgress) -> Found:
-    device, found, begin = torch.device(options.device), titles(names), time.time()
+def _measure(case: Case, names: Sequence[str], options: Options, begin: float, on_progress: OnProgress) -> Found:
+    device, found, set_up = torch.device(options.device), titles(names), 0.0
     if device.type == "cpu":
         limit_memory()
     on_progress("inputs")
@@ -81,32 +89,41 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
     exact: dict[str, Reference | None] = {"none": None}
     ready: dict[str, Callable[[], object]] = {}
     for name in names:
-        if time.time() > begin + PREPARING * (options.deadline - begin):
-            found[name]["error"] = NOT_RUN
-            continue
         objective = IMPLEMENTATIONS[name].objective
         if objective not in exact:
             on_progress("reference")
             exact[objective] = reference(inputs, case.mode, objective)
+        if (left := options.deadline - time.time()) < 0:
+            break
+        set_up = set_up or time.time() - begin
         on_progress(name)
+        # A first call (not of ours) that takes half of what is left ends this process, for the sake of what comes
+        # after, if there is time to set up another one.
+        limited = name != "ours" and set_up < left / 2 < math.inf
+        signal.setitimer(signal.ITIMER_REAL, left / 2 if limited else 0)
         try:
             step, report = prepare(name, inputs, case.mode, exact[objective], device)
+            if step is not None:
+                ready[name] = functools.partial(step, inputs)
+                report |= _timed([seconds(ready[name], device)])
         except Exception as error:  # of an implementation: a result
-            step, report = None, {"error": _survivable(error)}
+            report = {"error": _survivable(error)}
+        signal.setitimer(signal.ITIMER_REAL, 0)
         found[name] |= report
         on_progress(name, found)
-        if step is not None:
-            ready[name] = functools.partial(step, inputs)
     exact.clear()
     gc.collect()
     gc.freeze()  # what lives now is not looked at before each call
 
-    for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress):
-        median = statistics.median(times)
-        found[name]["seconds"] = {"median": median, "min": min(times), "max": max(times), "times": times}
-        _add_ratios(found)
-        on_progress(name, found)
+    if time.time() < options.deadline:
+        for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress):
+            found[name] |= _timed(times)
+            on_progress(name, found)
     return found
+
+
+def _timed(times: list[float]) -> dict[str, Any]:
+    return {"seconds": {"median": statistics.median(times), "min": min(times), "max": max(times), "times": times}}
 
 
 def _add_ratios(found: Found) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from .machine import OUT_OF_MEMORY, describe
 
 OnProgress = Callable[..., None]  # (message, what was found so far or nothing)
-NOT_RUN = "not run: out of time"
+NOT_RUN = "not run: out of time"  # so begins what says it
 
 
 class Died(Exception):
@@ -84,6 +84,8 @@ def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[obje
 
 
 def _describe_exit(exitcode: int | None) -> str:
+    if exitcode == -signal.SIGALRM:
+        return f"{NOT_RUN}, its first call took half of what was left"
     if exitcode == -signal.SIGKILL:
         return f"{OUT_OF_MEMORY}: the process was killed"
     if exitcode is not None and exitcode < 0:

@@ -36,10 +36,10 @@ def installed() -> bool:
 def compiled_module() -> tuple[ModuleType | None, str]:
     """(grpo_kernels._cuda, "") or (None, why it cannot be imported); it imports without a driver and without a GPU."""
     if not installed():
-        major = (torch.version.cuda or "13").split(".")[0]
+        wheel = wheel_for(1000 * int((torch.version.cuda or "13").split(".")[0]))
         return None, (
-            f"this installation has no CUDA kernels: install {wheel_for(1000 * int(major))}, or build with "
-            "GRPO_KERNELS_CUDA=1 pip install ."
+            f"this installation has no CUDA kernels: {f'install {wheel}, or ' if wheel else ''}"
+            "run GRPO_KERNELS_CUDA=1 pip install . in a clone"
         )
     try:
         from ... import _cuda  # type: ignore[attr-defined]  # compiled; may be absent
@@ -57,10 +57,10 @@ def _why_not_here(module: ModuleType) -> str:
     if driver == 0:
         return "no NVIDIA driver was found (libcuda.so.1): install one, nvidia-smi shows whether it works"
     if driver // 1000 < built // 1000:  # within a major version older drivers run newer kernels
-        older = f", or install {wheel_for(driver)}" if driver >= 12000 else ""
+        wheel = wheel_for(driver) if driver >= 12000 else ""
         return (
             f"the kernels are built for CUDA {version(built)} and the driver is for CUDA {version(driver)}: "
-            f"update the driver{older}"
+            f"update the driver{wheel and f', or install {wheel}'}"
         )
     if not torch.cuda.is_available():
         kind = "is built without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda} sees no GPU"
@@ -69,17 +69,17 @@ def _why_not_here(module: ModuleType) -> str:
 
 
 def wheel_for(cuda: int) -> str:
-    """Names the wheel for a driver or a torch of this CUDA version (12080), with the command that installs it where the
-    package's metadata says where wheels are (tools/addresses.py)."""
+    """Returns the wheel for a driver or torch of this CUDA version (12080) and the command that installs it; "" where
+    the package's metadata does not say where wheels are (tools/addresses.py)."""
     name = "cu130" if cuda >= 13000 else "cu128"
     try:
         facts = metadata("grpo-kernels")
     except PackageNotFoundError:
-        return f"the wheel +{name}"
+        return ""
     (address,) = [url for url in facts.get_all("Project-URL", []) if url.startswith("Wheels, ")] or [""]
     plain, index = facts["Version"].split("+")[0], f"{address.removeprefix('Wheels, ')}{name}/"
-    command = f" (pip install grpo-kernels=={plain}+{name} --extra-index-url {index})" if address else ""
-    return f"the wheel +{name}{command}"
+    command = f"pip install grpo-kernels=={plain}+{name} --extra-index-url {index}"
+    return address and f"the wheel +{name} ({command})"
 
 
 def version(cuda: int) -> str:

@@ -133,8 +133,7 @@ class CudaKernels:
             return f"{found}, and the CUDA kernels need {OLDEST_CAPABILITY / 10} or later: use another backend"
         return (
             f"{found}, and the CUDA kernels were built for {self.module.built_architectures()}: update the driver, "
-            f"install the wheel of another CUDA version, or in a checkout run GRPO_KERNELS_CUDA_ARCHS={capability} "
-            "pip install ."
+            f"or in a clone run GRPO_KERNELS_CUDA_ARCHS={capability} pip install ."
         )
 
 

@@ -45,6 +45,8 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) ->
     ids, temperature, lse, entropy, dlogp, dentropy = (chunk.rows.take(x) for x in given)
     log_p, chain = _log_p(chunk, temperature, lse)
     p = log_p.exp()
+    known, sampled = (ids >= 0)[:, None], ids.clamp(min=0)[:, None]  # -1: in another rank's slice of the vocabulary
+    one_less_p = -log_p.gather(1, sampled).expm1()
     of_teacher = None
     if chunk.teacher is not None:
         of_teacher = divergence_gradient(chunk.rows, chunk.teacher, log_p, temperature)
@@ -52,10 +54,9 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) ->
     # CUDA graph. Where none does, an entropy of NaN must not matter; where p is 0, any finite log p will do.
     entropy = torch.where(dentropy == 0, 0.0, entropy)
     slope = log_p.clamp_(min=LOWEST_LOG_P).add_(entropy[:, None]).mul_(dentropy[:, None])
+    of_sampled = dlogp[:, None] * one_less_p - p.gather(1, sampled) * slope.gather(1, sampled)
     dz = p.mul_(slope.add_(dlogp[:, None])).neg_()
-    known = ids >= 0  # -1: in another rank's slice of the vocabulary
-    sampled = ids.clamp(min=0)[:, None]
-    dz.scatter_add_(1, sampled, torch.where(known, dlogp, 0.0)[:, None])
+    dz.scatter_(1, sampled, torch.where(known, of_sampled, dz.gather(1, sampled)))
     zero_gradient = (dlogp == 0) & (dentropy == 0)
     if chunk.teacher is not None and of_teacher is not None:
         dz.masked_fill_(zero_gradient[:, None], 0.0).add_(of_teacher)
@@ -86,18 +87,26 @@ def scale(x: Tensor, factor: Tensor) -> None:
 
 
 def _row_statistics(z: Tensor, ids: Tensor) -> Statistics:
-    """Of z (C, V), which is overwritten; logp is NaN for an id of -1."""
+    """Of z (C, V), which is overwritten; logp is NaN for an id of -1. The sampled id is added to the others' sums last:
+    beside it they would be lost where p is near 1."""
+    known, sampled = ids[:, None] >= 0, ids.clamp(min=0)[:, None]
+    z_id = z.gather(1, sampled)
+    z.scatter_(1, sampled, torch.where(known, -torch.inf, z_id))
     top = z.amax(-1, keepdim=True)
+    top = torch.where(known & (z_id > top), z_id, top)
     top = torch.where(top.isfinite(), top, 0.0)
-    z_id = z.gather(1, ids.clamp(min=0)[:, None]) - top
-    z_id = torch.where(ids[:, None] >= 0, z_id, torch.nan)
+    z_id = z_id - top
+    e_id = torch.where(known, z_id.exp(), 0.0)
     below = z.sub_(top)
     p = below.exp()
-    total = p.sum(-1, keepdim=True)
-    log_sum = total.log()
+    rest = p.sum(-1, keepdim=True)
+    total = rest + e_id
+    log_sum = torch.where(known & (z_id == 0), rest.log1p(), total.log())
     # entropy = log S - sum e^(z - m) (z - m) / S: both terms are >= 0, nothing cancels
     moment = p.mul_(below.masked_fill_(p == 0, 0.0)).sum(-1, keepdim=True)
-    logp, lse, entropy = z_id - log_sum, top.double() + log_sum.double(), log_sum - moment / total
+    moment = moment + torch.where(e_id == 0, 0.0, e_id * z_id)
+    logp = torch.where(known, z_id, torch.nan) - log_sum
+    lse, entropy = top.double() + log_sum.double(), log_sum - moment / total
     return Statistics(logp.squeeze(1), lse.squeeze(1), entropy.squeeze(1))
 
 

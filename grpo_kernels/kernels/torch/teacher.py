@@ -23,7 +23,7 @@ def put_divergence(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperatur
     lse = z.double().logsumexp(-1)
     found = sums(log_p, minus_lse(z, lse), teacher.transform)
     for kept, x in zip((teacher.divergence, teacher.offset), found, strict=True):
-        rows.put(kept, x.to(kept.dtype))
+        rows.put(kept, x)
     rows.put(teacher.lse, lse)
 
 

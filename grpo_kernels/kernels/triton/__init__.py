@@ -31,11 +31,6 @@ from ..operations import Backend
 OLDEST_TRITON = (3, 4)  # that of torch 2.8
 
 
-def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on CPU tensors: for tests, thousands of times slower."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def why_unusable() -> str:
     """The reason why Triton kernels cannot run here, or nothing."""
     import torch
@@ -47,7 +42,9 @@ def why_unusable() -> str:
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
         wanted = ".".join(map(str, OLDEST_TRITON))
         return f"Triton {triton.__version__} is older than {wanted}, which comes with torch 2.8"
-    if not interpreted() and not torch.cuda.is_available():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 is set: the interpreter computes bfloat16 wrongly, and is for tests that repair it"
+    if not torch.cuda.is_available():
         return "Triton needs a GPU, and torch sees none"
     return ""
 

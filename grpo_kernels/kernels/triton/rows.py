@@ -4,7 +4,7 @@ The gradient takes in that of the divergence to a teacher (teacher.py) whose row
 
     u = logit + bias
     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
-    S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
+    S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S, -log1p(S - 1) at z_id = m
     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
     dz_j = dlogp (1[j = id] - p_j) - dentropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
 
@@ -42,7 +42,7 @@ from torch import Tensor
 from ..launch import row_launch
 from ..operations import LogitChunk, LogitTransform, Rows, TeacherTransform
 from .divergence import Pair, Side, divergence_gradient
-from .maths import INV_LN2, LN2, expm1, exponent, softcap
+from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 
 GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of whether 16 divides an integer
 
@@ -203,18 +203,18 @@ def load_sampled(row, known):
 
 
 @triton.jit
-def add_columns(row, first, end, sums, to_exponent, p, CAPPED: tl.constexpr, COLUMNS: tl.constexpr):
-    """add_block with the logits of the columns from `first` to `end`, at most COLUMNS."""
+def add_columns(row, left_out, first, end, sums, to_exponent, p, CAPPED: tl.constexpr, COLUMNS: tl.constexpr):
+    """add_block with the logits of the columns from `first` to `end`, at most COLUMNS, but for the one left out."""
     columns = first + tl.arange(0, COLUMNS)
     inside = row.live[:, None] & (columns < end)[None, :]
     y, _ = softcap(load_logits(row, columns, end, inside), p.logit_scale, p.softcap, CAPPED)
-    y = tl.where(inside, y, -float("inf"))
+    y = tl.where(inside & (columns[None, :] != left_out[:, None]), y, -float("inf"))
     return add_block(y, sums, to_exponent)
 
 
 @triton.jit
-def row_sums(row, to_z, p, CAPPED: tl.constexpr, OPTIONS: tl.constexpr):
-    """RowSums of whole rows."""
+def row_sums(row, left_out, to_z, p, CAPPED: tl.constexpr, OPTIONS: tl.constexpr):
+    """RowSums of rows but for the column `left_out` of each; -1: of whole rows."""
     BLOCK: tl.constexpr = OPTIONS.block
     to_exponent = (to_z * INV_LN2).to(tl.float32)
     sums = no_sums(OPTIONS.rows)
@@ -222,12 +222,32 @@ def row_sums(row, to_z, p, CAPPED: tl.constexpr, OPTIONS: tl.constexpr):
     if OPTIONS.ragged:
         end = row.vocab // GROUP * GROUP
         for first in range(end, row.vocab, BLOCK // 2):
-            sums = add_columns(row, first, row.vocab, sums, to_exponent, p, CAPPED, BLOCK // 2)
+            sums = add_columns(row, left_out, first, row.vocab, sums, to_exponent, p, CAPPED, BLOCK // 2)
     blocks = tl.cdiv(end, BLOCK)
     for i in range(blocks):
         first = (blocks - 1 - i) * BLOCK
-        sums = add_columns(row, first, end, sums, to_exponent, p, CAPPED, BLOCK)
+        sums = add_columns(row, left_out, first, end, sums, to_exponent, p, CAPPED, BLOCK)
     return sums
+
+
+@triton.jit
+def add_sampled(others, y_id, known, to_z):
+    """(top, log S relative to it, entropy, logp) from RowSums of the other ids, which would be lost beside the sampled
+    id's exponential where p is near 1: where it is the largest, log S = log1p(sum of the others)."""
+    counts = known & (y_id != -float("inf"))
+    ahead = (y_id.to(tl.float64) - others.top.to(tl.float64)) * to_z
+    leads = counts & (ahead > 0.0)
+    follows = counts & (leads == 0)
+    fall = tl.exp(-tl.where(leads, ahead, 0.0))
+    rest = others.exps * fall
+    e = tl.exp(tl.where(follows, ahead, 0.0))
+    total = tl.where(leads, 1.0 + rest, others.exps + tl.where(follows, e, 0.0))
+    log_sum = tl.where(leads, log1p(rest), tl.log(total))
+    moment = LN2 * others.moment + tl.where(follows & (e > 0.0), e * ahead, 0.0)
+    of_leader = tl.where(fall > 0.0, fall * (LN2 * others.moment - ahead * others.exps), 0.0)
+    top = tl.where(leads, y_id, others.top)
+    logp = (y_id - top).to(tl.float64) * to_z - log_sum
+    return top, log_sum, log_sum - tl.where(leads, of_leader, moment) / total, logp
 
 
 @triton.jit(do_not_specialize=["ids", "place", "temperature", "count"])
@@ -235,15 +255,13 @@ def statistics_kernel(logits, ids, place, temperature, stats, count, p, OPTIONS:
     at = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     to_z, _ = logit_scales(p, row.temperature, OPTIONS.capped)
-    sums = row_sums(row, to_z, p, OPTIONS.capped, OPTIONS)
-    log_sum = tl.log(sums.exps)
-    entropy = (log_sum - LN2 * (sums.moment / sums.exps)).to(tl.float32)
+    others = row_sums(row, tl.where(row.known, row.ids, -1), to_z, p, OPTIONS.capped, OPTIONS)
     y_id, _ = softcap(load_sampled(row, row.known), p.logit_scale, p.softcap, OPTIONS.capped)
-    logp = ((y_id - sums.top).to(tl.float64) * to_z - log_sum).to(tl.float32)
+    top, log_sum, entropy, logp = add_sampled(others, y_id, row.known, to_z)
     logp = tl.where(row.known, logp, float("nan"))  # an id outside the vocabulary has no probability
-    tl.store(stats.logp + row.token, logp, mask=row.live)
-    tl.store(stats.entropy + row.token, entropy, mask=row.live)
-    tl.store(stats.lse + row.token, sums.top.to(tl.float64) * to_z + log_sum, mask=row.live)
+    tl.store(stats.logp + row.token, logp.to(tl.float32), mask=row.live)
+    tl.store(stats.entropy + row.token, entropy.to(tl.float32), mask=row.live)
+    tl.store(stats.lse + row.token, top.to(tl.float64) * to_z + log_sum, mask=row.live)
 
 
 # --- gradient -------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def divergence_kernel(
     to_z1, _ = logit_scales(p, row.temperature, OPTIONS.capped)
     to_z2, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
     top, rest = split_lse(tl.load(stats.lse + row.token, mask=row.live, other=0.0), to_z1)
-    other_sums = row_sums(other, to_z2, q, OPTIONS.teacher_capped, OPTIONS)
+    other_sums = row_sums(other, tl.full((OPTIONS.rows,), -1, tl.int64), to_z2, q, OPTIONS.teacher_capped, OPTIONS)
     log_sum = tl.log(other_sums.exps)
     sides = Side(top, to_z1, rest), Side(other_sums.top, to_z2, log_sum)
     sums = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)

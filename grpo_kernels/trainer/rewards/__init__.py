@@ -1,4 +1,5 @@
-"""Rewards: scoring.py adds up what functions give, worker.py finds and calls them, answers.py has the built-in ones."""
+"""Rewards: scoring.py adds up what functions give, functions.py finds and calls them, answers.py has the built-in ones,
+reading.py finds and compares answers."""
 
 from .scoring import RewardBatch, Rewards
 

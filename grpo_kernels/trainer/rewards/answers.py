@@ -1,25 +1,28 @@
 """Rewards from the text of a completion, 1.0 or 0.0: one right answer, or the form. A completion has to commit itself:
 one that names several answers gets 0, but for `last_number`. And the penalty of long completions.
 
-All patterns are linear, but for a user's own (`pattern`), for which a worker reads this file without the package.
+All patterns are linear, but for a user's own (`pattern`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from fractions import Fraction
-from typing import Any
+from decimal import Decimal
+from numbers import Integral, Real
+from typing import Any, TypeAlias
 
-NUMBER = re.compile(r"(?<![\w.])([+-]?)\$?(\d{1,30}(?:,\d{3}){0,10})(\.\d{1,30})?(?:/(\d{1,30}))?(?!\w)")
-# By rank: where a completion has an answer in the first form, later forms do not count.
-MARKED = [re.compile(r"####[ \t]*([^\n]{0,200})"), re.compile(r"\\boxed\{([^{}\n]{0,200})\}")]
-SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
-TAGGED = re.compile(r"<answer>([^<]*)</answer>")
-TAGS = "<think>", "</think>", "<answer>", "</answer>"
+from . import reading
+from .reading import ANSWER, END_OF_ANSWER, END_OF_THOUGHT, THINK
+
+Prompts: TypeAlias = "Sequence[Any] | None"
+
+TAGS = THINK, END_OF_THOUGHT, ANSWER, END_OF_ANSWER
 WITHOUT_TAGS = r"(?:(?!</?think>|</?answer>).)*"
 # Each tag once, in order, with only blanks around the blocks.
 FORM = re.compile(rf"\s*<think>{WITHOUT_TAGS}</think>\s*<answer>{WITHOUT_TAGS}</answer>\s*", re.DOTALL)
+WORD = re.compile(r"[-+]?(?:[eE][-+]|[\w.,/])+")  # that may be a number
 
 
 def text_of(completion: Any) -> str:
@@ -37,79 +40,100 @@ def reply(prompt: Any, text: str) -> Any:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def number_in(text: str) -> Fraction | None:
-    """The number in `text` if there is exactly one. $ and thousands separators are taken off: "$1,234.50" is 1234.5."""
-    found = NUMBER.findall(text)
-    if len(found) != 1:
-        return None
-    sign, digits, decimals, denominator = found[0]
-    if denominator and not int(denominator):
-        return None
-    return Fraction(sign + digits.replace(",", "") + decimals) / int(denominator or 1)
+def whole_text(completion: Any, prompt: Any, opens: bool) -> str:
+    """A completion's text behind the <think> that its prompt may end with. opens: whether the chat template ends
+    prompts with it; a prompt that a completion continues ends as it is."""
+    continued = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
+    begun = text_of(prompt).rstrip().endswith(THINK) if continued else opens
+    return THINK * begun + text_of(completion)
 
 
-def final_number(text: str) -> Fraction | None:
-    """The number after "####", or in \\boxed{}, or in the sentence of the last "answer is": the first of these forms
-    that the text has. None without one, if one of the form holds no number or several, or if they contradict."""
-    for pattern in MARKED:
-        found = {number_in(answer) for answer in pattern.findall(text)}
-        if found:
-            return found.pop() if len(found) == 1 else None
-    _, marker, rest = text.lower().rpartition("answer is")
-    return number_in(SENTENCE_END.split(rest[:200], maxsplit=1)[0]) if marker else None
+def said(completion: Any, prompt: Any, opens: bool) -> str:
+    """A completion's text without its thoughts, as `reading` takes it."""
+    return reading.normalize(reading.after_thought(whole_text(completion, prompt, opens)))
 
 
-def gold_number(answer: Any) -> Fraction:
-    """The right number of a row: GSM8K's solution that ends in "#### 42", or a number alone. Raises ValueError where
-    there is not exactly one."""
-    text = str(answer)
-    if (gold := number_in(text.rsplit("####", 1)[-1])) is None:
-        raise ValueError(f'answer {text[-60:]!r} has no single number, alone or after "####"')
-    return gold
+def _said(completions: Sequence[Any], prompts: Prompts, opens: bool) -> list[str]:
+    prompts = [""] * len(completions) if prompts is None else prompts
+    return [said(completion, prompt, opens) for completion, prompt in zip(completions, prompts, strict=True)]
 
 
-def gold_text(answer: Any) -> str:
-    if answer is None or answer != answer or isinstance(answer, (list, dict)):
+def text_of_gold(answer: Any) -> str:
+    """A row's answer, of a text or a number. Raises ValueError for anything else."""
+    if isinstance(answer, dict):
+        parts = " or ".join(f"COLUMN.{name}" for name in answer) or "none"
+        raise ValueError(f"answer is an object; expected a text or a number: answer_column={parts} names a part of it")
+    if type(answer) is bool or not (isinstance(answer, str) or (isinstance(answer, Real) and math.isfinite(answer))):
         raise ValueError(f"answer is {answer!r:.60}; expected a text or a number")
     if not str(answer).strip():
         raise ValueError("answer is empty")
-    return str(answer).strip()
+    if isinstance(answer, (str, Integral)):
+        return str(answer).strip()
+    return f"{Decimal(repr(float(answer))):f}"  # never 1e-05
 
 
-def exact_answer(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+def gold_answer(answer: Any) -> str:
+    """The right answer of a row: alone, or at the end of a solution, as `reading.final_answer` finds it. Raises
+    ValueError where there is not exactly one."""
+    text = text_of_gold(answer)
+    if (gold := reading.gold_answer(text)) is None:
+        raise _unread(text, "answer")
+    return gold
+
+
+def gold_number(answer: Any) -> str:
+    """The same of a row whose answer is a number."""
+    gold = gold_answer(answer)
+    if not reading.is_number(gold):
+        raise _unread(text_of_gold(answer), "number")
+    return gold
+
+
+def _unread(text: str, kind: str) -> ValueError:
+    sentence = f'answer {text[-60:]!r} has no single {kind}, alone, after "####" or in \\boxed{{}}'
+    if reading.time_limit() is None:
+        sentence += "; in another thread than the main one, and under an alarm, only numbers and fractions are read"
+    return ValueError(sentence)
+
+
+def exact_answer(
+    completions: Sequence[Any], answer: Sequence[Any], prompts: Prompts = None, opens: bool = False, **_: Any
+) -> list[float]:
     """1 if the completion is the column `answer`, blanks around it apart. With <answer>...</answer>: if its contents
     are; several such blocks are no answer."""
     scores = []
-    for completion, right in zip(completions, answer, strict=True):
-        text = text_of(completion)
-        tagged = TAGGED.findall(text)
+    for text, right in zip(_said(completions, prompts, opens), answer, strict=True):
+        tagged = reading.tagged(text)
         found = text if not tagged else tagged[0] if len(tagged) == 1 else ""
-        scores.append(float(found.strip() == gold_text(right)))
+        scores.append(float(found.strip() == reading.normalize(text_of_gold(right))))
     return scores
 
 
-def gsm8k(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 if the completion's final number equals that of the column `answer`, see `final_number` and `gold_number`."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(final_number(text_of(completion)) == gold_number(right)) for completion, right in pairs]
+def math_answer(
+    completions: Sequence[Any], answer: Sequence[Any], prompts: Prompts = None, opens: bool = False, **_: Any
+) -> list[float]:
+    """1 if the completion's final answer is that of the column `answer`, see `reading.final_answer`."""
+    found = map(reading.final_answer, _said(completions, prompts, opens))
+    pairs = zip(found, map(gold_answer, answer), strict=True)
+    return [float(one is not None and reading.is_same(gold, one)) for one, gold in pairs]
 
 
-def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+def last_number(
+    completions: Sequence[Any], answer: Sequence[Any], prompts: Prompts = None, opens: bool = False, **_: Any
+) -> list[float]:
     """1 if the last number of the completion, whatever stands before it, equals that of the column `answer`."""
-    found = [[*NUMBER.finditer(text_of(completion))][-1:] for completion in completions]
-    pairs = zip(found, answer, strict=True)
-    return [float(any(number_in(x.group()) == gold_number(right) for x in last)) for last, right in pairs]
+    scores = []
+    for text, right in zip(_said(completions, prompts, opens), answer, strict=True):
+        words = [word for word in WORD.findall(text) if any(map(str.isdigit, word))]
+        last = next(filter(reading.is_number, map(reading.clean, reversed(words))), None)
+        scores.append(float(last is not None and reading.is_same(gold_number(right), last)))
+    return scores
 
 
 def format(completions: Sequence[Any], prompts: Sequence[Any], opens: bool = False, **_: Any) -> list[float]:
-    """1 if the whole completion has the form, behind a first tag that its prompt may end with. opens: whether the chat
-    template ends prompts with that tag; a prompt that a completion continues ends as it is."""
-    scores = []
-    for completion, prompt in zip(completions, prompts, strict=True):
-        continued = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
-        begun = text_of(prompt).rstrip().endswith(TAGS[0]) if continued else opens
-        scores.append(float(bool(FORM.fullmatch(TAGS[0] * begun + text_of(completion)))))
-    return scores
+    """1 if the whole completion has the form, behind a first tag that its prompt may end with."""
+    pairs = zip(completions, prompts, strict=True)
+    return [float(bool(FORM.fullmatch(whole_text(completion, prompt, opens)))) for completion, prompt in pairs]
 
 
 def pattern(completions: Sequence[Any], value: re.Pattern[str], **_: Any) -> list[float]:

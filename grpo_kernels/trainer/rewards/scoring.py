@@ -1,11 +1,10 @@
-"""Calls the reward functions of a batch, finds the completions that they fail for, and adds up the rewards."""
+"""Calls the reward functions of a batch, and adds up the rewards."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,12 +16,11 @@ from .. import RunError, reason_of
 from ..data import MOST_LEVELS, is_flat
 from . import answers
 from .answers import TAGS
-from .worker import Result, Worker, call, find, importable_name
+from .functions import Call, EventLoop, find
+from .reading import END_OF_THOUGHT, THINK
 
 NAN = math.nan
 LARGEST = torch.finfo(torch.float32).max  # rewards become float32
-GOLDEN_RATIO = 0.618034
-MOST_LATE = 8
 # What functions get beside the columns.
 GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 
@@ -37,14 +35,16 @@ class BuiltIn(NamedTuple):
 
 
 BUILT_IN = {
-    "exact_answer": BuiltIn(answers.exact_answer, answers.gold_text),
-    "arithmetic": BuiltIn(answers.exact_answer, answers.gold_text),  # by the name of the generated task
-    "gsm8k": BuiltIn(answers.gsm8k, answers.gold_number),
+    "exact_answer": BuiltIn(answers.exact_answer, answers.text_of_gold),
+    "arithmetic": BuiltIn(answers.exact_answer, answers.text_of_gold),  # by the name of the generated task
+    "gsm8k": BuiltIn(answers.math_answer, answers.gold_number),
+    "math": BuiltIn(answers.math_answer, answers.gold_answer),
     "last_number": BuiltIn(answers.last_number, answers.gold_number),
     "format": BuiltIn(answers.format),
     "pattern": BuiltIn(answers.pattern, read=answers.compiled),
     "soft_overlong": BuiltIn(answers.soft_overlong, read=answers.tokens),
 }
+THINKING = answers.exact_answer, answers.math_answer, answers.last_number, answers.format  # which skip thoughts
 
 
 class Failure(NamedTuple):
@@ -90,16 +90,14 @@ class Value(NamedTuple):
 
 
 class Function:
-    """A reward function by its name: in this process, or in a worker if it is the user's and there is a time limit."""
+    """A reward function by its name."""
 
-    def __init__(self, spec: str | Callable[..., Any], timeout: float | None, max_length: int) -> None:
+    def __init__(self, spec: str | Callable[..., Any], max_length: int) -> None:
         self.constants: dict[str, Any] = {}
         self.check_answer: Callable[[Any], object] | None = None
-        in_worker = ""
         name, _, value = str(spec).partition("=")
         if callable(spec):
             self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
-            in_worker = "" if timeout is None else importable_name(spec)
         elif name in BUILT_IN:
             self.name, (self.function, self.check_answer, read) = name, BUILT_IN[name]
             try:
@@ -108,42 +106,29 @@ class Function:
                 self.constants = {"value": read(value, max_length), "max_length": max_length} if read else {}
             except ValueError as error:
                 raise ValueError(f"reward {spec!r}: {error}") from None
-            in_worker = f"{answers.__file__}:pattern" if name == "pattern" else ""  # some text may take it forever
         elif ":" in spec or "." in spec:
-            self.name, self.function, in_worker = spec.replace(":", ".").rpartition(".")[2], find(spec), spec
+            self.name, self.function = spec.replace(":", ".").rpartition(".")[2], find(spec)
         else:
             expected = f"one of {', '.join(BUILT_IN)}, module:function or path/file.py:function"
             raise ValueError(f"reward {spec!r} is none of the built-in ones; expected {expected}")
-        self.worker = Worker(in_worker, timeout) if in_worker and timeout is not None else None
 
-    def call(self, given: dict[str, Any]) -> Result:
+    def call(self, given: dict[str, Any], loop: EventLoop) -> Call:
         """Calls it with copies: what it changes in its arguments is not changed for others, who train on them."""
         try:
-            arguments = pickle.dumps(given | self.constants)
-            return self.worker.call(arguments) if self.worker else call(self.function, pickle.loads(arguments))
-        except Exception as error:  # of what a column holds, or of a process that cannot start again
+            arguments = pickle.loads(pickle.dumps(given | self.constants))
+        except Exception as error:  # of what a column holds
             raise RunError(f"reward {self.name!r} cannot be called: {reason_of(error)}") from error
+        return Call(self.function, arguments, loop)
 
-    def call_each(self, given: dict[str, list[Any]], state: dict[str, Any]) -> list[Result]:
-        """Calls it for each completion alone, in an order that is spread over the batch: where the first MOST_LATE time
-        out, the others would as well (a server that is down), and are not waited for."""
-        count = len(given["completions"])
-        found: dict[int, Result] = {}
-        for i in sorted(range(count), key=lambda i: i * GOLDEN_RATIO % 1):
-            if len(found) == MOST_LATE and all(result.late for result in found.values()):
-                return [found.get(i, found[0]) for i in range(count)]
-            found[i] = self.call({**{name: [values[i]] for name, values in given.items()}, **state})
-        return [found[i] for i in range(count)]
-
-    def values(self, result: Result, size: int) -> list[Value]:
+    def values(self, call: Call, size: int) -> list[Value]:
         """Returns those of `size` completions; raises RunError for a result of the wrong length or type."""
-        if result.error:
-            return [Value(NAN, error=result.error)] * size
-        if not isinstance(result.value, list):
-            raise self.returned(type(result.value).__name__, f"a list of {size} numbers")
-        if len(result.value) != size:
-            raise self.returned(f"{len(result.value)} values", f"{size}, one for each completion")
-        return [Value(NAN) if item is None else self.value(item) for item in result.value]
+        if call.error:
+            return [Value(NAN, error=call.error)] * size
+        if not isinstance(call.value, list):
+            raise self.returned(type(call.value).__name__, f"a list of {size} numbers")
+        if len(call.value) != size:
+            raise self.returned(f"{len(call.value)} values", f"{size}, one for each completion")
+        return [Value(NAN) if item is None else self.value(item) for item in call.value]
 
     def value(self, item: Any) -> Value:
         has_steps = isinstance(item, (list, tuple))
@@ -168,25 +153,22 @@ class Rewards:
 
     specs: each a built-in name, "module:function", "path/file.py:function", "package.module.function", or a callable.
     Signature as in TRL: function(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns)
-    -> list of float, None, or list of float (rewards of steps); async functions as well. A call that raises, or takes
-    more CPU time than `timeout` seconds, is repeated for each completion alone, to find those that fail. max_length:
+    -> list of float, None, or list of float (rewards of steps). Async functions run side by side, in a thread of their
+    own. A function that raises has failed for the whole batch, and is not called again. max_length:
     max_completion_length. Raises ValueError for an unknown function, two of the same name, weights that do not fit.
     """
 
-    def __init__(
-        self, specs: Sequence[Any], weights: Sequence[float] | None = None, *, timeout: float | None = None,
-        max_length: int = 0,
-    ) -> None:  # fmt: skip
-        if timeout is not None and not 0 < timeout < math.inf:
-            raise ValueError(f"reward timeout is {timeout!r}, expected seconds above 0")
+    def __init__(self, specs: Sequence[Any], weights: Sequence[float] | None = None, *, max_length: int = 0) -> None:
         self.weights = [1.0] * len(specs) if weights is None else list(weights)
         if len(self.weights) != len(specs) or not all(map(math.isfinite, self.weights)):
             expected = f"one finite number for each of {len(specs)} functions"
             raise ValueError(f"reward_weights is {weights!r}, expected {expected}")
-        self.functions = [Function(spec, timeout, max_length) for spec in specs]
+        self.functions = [Function(spec, max_length) for spec in specs]
         self.names = [function.name for function in self.functions]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
+        self.opens = False
+        self.loop = EventLoop()
 
     def check(self, columns: dict[str, list[Any]]) -> None:
         """Raises ValueError for a missing column, one that the trainer passes itself, or a row, by its number from 0,
@@ -206,40 +188,49 @@ class Rewards:
                     raise ValueError(f"row {row}, reward {function.name!r}: {error}") from None
 
     def check_form(self, tokenizer: Any, prompts: Sequence[Any]) -> None:
-        """Tells "format" whether the chat template ends `prompts` (of data.py) with its first tag. Raises ValueError
-        where the tokenizer has no ordinary tokens for its tags: the text that rewards get would lack them."""
+        """Tells the built-in functions whether the chat template ends `prompts` (of data.py) with <think>. Raises
+        ValueError where the tokenizer has no ordinary tokens for tags that they need: texts would lack them."""
+        chats = (p for p in prompts if not isinstance(p.prompt, str) and p.prompt[-1]["role"] != "assistant")
+        self.opens = next((tokenizer.decode(p.ids) for p in chats), "").rstrip().endswith(THINK)
         for function in self.functions:
-            if function.function is not answers.format:
+            if function.function not in THINKING:
                 continue
-            ids = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in TAGS}
-            if lost := [tag for tag in TAGS if tag not in tokenizer.decode(ids[tag], skip_special_tokens=True)]:
+            function.constants["opens"] = self.opens
+            needed = TAGS if function.name == "format" else (END_OF_THOUGHT,) if self.opens else ()
+            ids = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in needed}
+            if lost := [tag for tag in needed if tag not in tokenizer.decode(ids[tag], skip_special_tokens=True)]:
                 why = f"no text of theirs has {', '.join(lost)}, for which the tokenizer has special tokens, or none"
-                raise ValueError(f"reward 'format' would be 0 for every completion: {why}")
-            chats = (p for p in prompts if not isinstance(p.prompt, str) and p.prompt[-1]["role"] != "assistant")
-            first = next((tokenizer.decode(p.ids) for p in chats), "")
-            function.constants["opens"] = first.rstrip().endswith(TAGS[0])
+                raise ValueError(f"reward {function.name!r} would be 0 for every completion: {why}")
 
     def score(
         self, *, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
         columns: dict[str, list[Any]], step: int,
     ) -> RewardBatch:  # fmt: skip
         """Scores B completions; raises RunError for a result of the wrong length or type."""
-        given = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
-        state, count = {"trainer_state": SimpleNamespace(global_step=step)}, len(completions)
-        batch, table = RewardBatch(), []
-        for function in self.functions:
-            start = time.perf_counter()
-            results = [function.call({**given, **state})]
-            if results[0].error and count > 1:  # for which of them?
-                results = function.call_each(given, state)
-            batch.seconds[function.name] = time.perf_counter() - start
-            values = [value for result in results for value in function.values(result, count // len(results))]
+        given = dict(
+            columns, prompts=prompts, completions=completions, completion_ids=completion_ids,
+            trainer_state=SimpleNamespace(global_step=step),
+        )  # fmt: skip
+        batch, table, count = RewardBatch(), [], len(completions)
+        calls: list[Call] = []
+        try:
+            calls.extend(function.call(given, self.loop) for function in self.functions)
+            for call in calls:
+                call.finish()
+        except BaseException:  # Ctrl-C, say: nobody waits for the others
+            for call in calls:
+                call.cancel()
+            raise
+        for function, call in zip(self.functions, calls, strict=True):
+            batch.seconds[function.name] = call.seconds
+            values = function.values(call, count)
             table.append(values)
             failures = [Failure(function.name, row, *value.error) for row, value in enumerate(values) if value.error]
             batch.failures += failures
             if failures and len(failures) == count:
                 batch.fatal = batch.fatal or failures[0]
-            _log(results, count, batch)
+            if not call.error:
+                _log(call, count, batch)
         numbers = torch.tensor([[value.number for value in values] for values in table], dtype=torch.float64)
         batch.by_name = dict(zip(self.names, numbers.float(), strict=True))
         weighted = numbers * torch.tensor(self.weights, dtype=torch.float64)[:, None]
@@ -254,9 +245,7 @@ class Rewards:
         return batch
 
     def close(self) -> None:
-        for function in self.functions:
-            if function.worker:
-                function.worker.close()
+        self.loop.close()
 
     def _steps(self, values: Sequence[Value], index: int) -> list[float]:
         """The weighted rewards of a completion's steps; the last has what functions gave for the whole completion."""
@@ -280,14 +269,11 @@ def _shown(item: Any) -> str:
         return f"a {type(item).__name__} that cannot be shown"
 
 
-def _log(results: list[Result], count: int, batch: RewardBatch) -> None:
-    """What functions gave to log_metric and log_extra, of one call or of one for each completion."""
-    for name in dict.fromkeys(name for result in results for name in result.metrics):
-        numbers = [number for result in results for number in result.metrics.get(name, ())]
+def _log(call: Call, count: int, batch: RewardBatch) -> None:
+    """Adds what a function gave to log_metric and log_extra."""
+    for name, numbers in call.metrics.items():
         batch.metrics[name] = sum(numbers) / len(numbers)  # fmean raises for infinities of both signs
-    nothing = [None] * (count // len(results))
-    for column in dict.fromkeys(column for result in results for column in result.extra):
-        values = [value for result in results for value in result.extra.get(column, nothing)]
+    for column, values in call.extra.items():
         if len(values) != count or not is_flat(values):
             expected = f"{count}, of at most {MOST_LEVELS} levels of lists and objects"
             raise RunError(f"log_extra({column!r}) got {len(values)} values; expected {expected}")
