@@ -204,8 +204,8 @@ class Letters:
 
 
 def rendered(messages, template=THINKS, **options):
-    rows = [{"prompt": messages}, {"prompt": messages}]
-    return "".join(load_prompts(rows, tokenizer=Letters(template), **options)[1].ids)
+    (prompt,) = load_prompts([{"prompt": messages}], tokenizer=Letters(template), **options)
+    return "".join(prompt.ids)
 
 
 @pytest.mark.parametrize("content", ["<0", "<0\n", "7 "])
@@ -213,7 +213,7 @@ def test_a_last_message_of_the_assistant_goes_on_to_the_letter_from_the_start_of
     messages = [CHAT[1], {"role": "assistant", "content": content}]
     assert rendered(messages) == f"u2+a{content}"
     assert capsys.readouterr().err == (
-        "the data: 2 of 2 prompts (the first in row 0) end in a message of the assistant, which goes on from the start "
+        "the data: 1 of 1 prompts (the first in row 0) end in a message of the assistant, which goes on from the start "
         "of a reply: what the chat template would put before it, '<00>', is left out\n"
     )
     assert rendered(messages, chat_template_kwargs={"enable_thinking": False}) == f"u2+a<00>{content}"

@@ -30,7 +30,7 @@ class Lengths:
         """(S,)"""
         if self.mask is None:
             return self.sequences.offsets.diff().to(self.dtype)
-        return self.sequences.sum(self.mask.to(self.dtype))
+        return self.sequences.sum(self.mask, self.dtype)
 
     @cached_property
     def at_least_one(self) -> Tensor:

@@ -194,6 +194,6 @@ class GRPOLoss:
             "rollout": tokens.rollout, "rollout_weight": tokens.rollout_weight, "divergence": self.divergence,
             "dentropy": self.dentropy if tokens.rules.has_entropy else None,
         }  # fmt: skip
-        return tokens.sequences.sum(share).sum(), torch.stack(
+        return share.sum(dtype=torch.float64).to(share.dtype), torch.stack(
             [x if x.dtype == share.dtype else x.to(share.dtype) for x in known.values() if x is not None]
         )

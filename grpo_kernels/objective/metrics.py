@@ -141,9 +141,8 @@ def column_sums(batch: Batch, record: Tensor) -> Sums:
     if inputs.group_index is not None:
         index, order = inputs.group_index.sort(stable=True)
         offsets = torch.searchsorted(index, torch.arange(batch.num_groups + 1, device=index.device))
-        groups = segment_sums(sequences[order], offsets)
-    totals = sequences.sum(0, dtype=torch.float64).to(sequences.dtype)
-    return Sums(sequences, groups, totals, _extrema(ratio, mismatch, known, scored))
+        groups = segment_sums(sequences[order], offsets, sequences.dtype)
+    return Sums(sequences, groups, sequences.sum(0), _extrema(ratio, mismatch, known, scored))
 
 
 def _extrema(ratio: Tensor, mismatch: Tensor, known: Tensor, scored: Tensor | None) -> Tensor:

@@ -19,12 +19,12 @@ def shares_ratio(level: str) -> bool:
     return level in ("sequence", "sequence_sum")
 
 
-def segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
-    """Adds up rows of x (N, ...) from each of the offsets (S + 1,) to the next, in a fixed order.
+def segment_sums(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Adds up rows of x (N, ...) from each of the offsets (S + 1,) to the next, in a fixed order, to `dtype`.
 
     In float64 until the end: a running sum in float32 is off by 1e-2 after a million numbers.
     """
-    return torch.segment_reduce(x.double(), "sum", offsets=offsets, axis=0, unsafe=True).to(x.dtype)
+    return torch.segment_reduce(x.double(), "sum", offsets=offsets, axis=0, unsafe=True).to(dtype)
 
 
 class Sequences:
@@ -47,11 +47,12 @@ class Sequences:
     def count(self) -> int:
         return len(self.offsets) - 1
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Adds up (N, ...) to (S, ...), in a fixed order, in float64 until the end."""
-        if self.row_length is not None and x.is_cuda:  # where segment_reduce has one thread for a sequence
-            return x.view(self.count, self.row_length, *x.shape[1:]).sum(1, dtype=torch.float64).to(x.dtype)
-        return segment_sums(x, self.offsets)
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Adds up (N, ...) to (S, ...) of `dtype`, default that of x, in a fixed order, in float64 until the end."""
+        dtype = dtype or x.dtype
+        if self.row_length is not None:  # one launch less, and on a GPU segment_reduce has one thread for a sequence
+            return x.view(self.count, self.row_length, *x.shape[1:]).sum(1, dtype=torch.float64).to(dtype)
+        return segment_sums(x, self.offsets, dtype)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Gives every token the number of its sequence: (S,) to (N,), contiguous."""
