@@ -555,11 +555,13 @@ def test_a_cap_below_the_clip_range_computes_with_a_warning():
         config = gk.GRPOConfig(delta=1.1)
     ratio, advantages = torch.tensor([[0.7, 1.05, 1.15, 1.5]] * 2).double(), torch.tensor([1.0, -1.0]).double()
     logps = (ratio.log() - 1).requires_grad_()
-    out = gk.grpo_loss_from_logps(logps, advantages, old_logps=torch.full((2, 4), -1.0), config=config)
+    out = gk.grpo_loss_from_logps(logps, advantages, old_logps=torch.full((2, 4), -1.0).double(), config=config)
     (slope,) = torch.autograd.grad(out.loss, logps)
-    expected = torch.tensor([[0.7, 1.05, 1.1, 1.1], [-0.8, -1.05, -1.15, -1.2]])
+    expected = torch.tensor([[0.7, 1.05, 1.1, 1.1], [-0.8, -1.05, -1.15, -1.2]]).double()
     assert torch.allclose(out.loss, -expected.mean(), rtol=1e-6)
-    assert torch.allclose(-8 * slope, torch.tensor([[0.7, 1.05, 0.0, 0.0], [0.0, -1.05, -1.15, 0.0]]), rtol=1e-6)
+    assert torch.allclose(
+        -8 * slope.float(), torch.tensor([[0.7, 1.05, 0.0, 0.0], [0.0, -1.05, -1.15, 0.0]]), rtol=1e-6
+    )
 
 
 def test_numbers_of_numpy_are_numbers():

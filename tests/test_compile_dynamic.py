@@ -10,7 +10,7 @@ import torch
 from helpers import good_calls, make_sampling_mask
 
 import grpo_kernels as gk
-from grpo_kernels.config.trl import _IN_THE_LOOP
+from grpo_kernels.config.trainers import _NEUTRAL
 
 GIVEN = good_calls()
 OF_LOSS = {name: x for name, x in GIVEN["fused_grpo_loss"].items() if name != "config"}
@@ -23,7 +23,7 @@ OF_TRL = SimpleNamespace(
     use_bias_correction_kl=False, temperature=0.9, max_completion_length=6, entropy_coef=0.0, scale_rewards="group",
     off_policy_mask_threshold=None, use_adaptive_entropy=False, top_entropy_quantile=1.0, use_vllm=False,
     vllm_importance_sampling_correction=False, router_aux_loss_coef=0.0,
-    **{name: neutral[0] for name, (neutral, _) in _IN_THE_LOOP.items() if name != "use_vllm"},
+    **{name: neutral[0] for name, neutral in _NEUTRAL.items() if name != "use_vllm"},
 )  # fmt: skip
 
 

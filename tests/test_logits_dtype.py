@@ -183,8 +183,7 @@ def test_prime_rls_layer_and_the_trainer(types, trained):
 
     types.clear()
     trained(num_iterations=2, beta=0.1, max_steps=2, loss_options={"logits_dtype": "float32"})
-    # All of old, reference and current policy; the default is that of a look at one token, before and after the run.
-    assert types.count(torch.float32) >= 4 and types.count(None) == 2
+    assert len(types) >= 4 and set(types) == {torch.float32}  # of the check at set-up, old, reference, current policy
 
 
 @pytest.mark.parametrize("dtype", ["float8", "int64", "nn"])

@@ -154,7 +154,7 @@ MAY_HAVE_NO_GRADIENT = ("on-policy", "an advantage of 0", "a weight of 0", "an e
 
 def with_nan(surrogate: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """What bounds a token's surrogate or takes it away, or what is no number: changes of the inputs, of the options."""
-    ones, zero_there, clamps = torch.ones(4, 6), torch.ones(4, 6), dict(log_ratio_clamp=0.5, kl_clamp=(1.0, 0.5))
+    ones, zero_there, clamps = torch.ones(4, 6), torch.ones(4, 6), dict(log_ratio_clamp=0.5)
     zero_there[TOKEN] = 0.0
     unknown = dict(rollout_logps=math.nan * ones) if SURROGATE_RULES[surrogate].divides_by_rollout else {}
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -172,7 +172,7 @@ def with_nan(surrogate: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]
     if surrogate == "clip":
         cases["bounds"] = {}, dict(delta=1.5, dual_clip=3.0)
     for kl in KL_ESTIMATORS[1:]:
-        options = dict(beta=0.1, kl_estimator=kl, use_bias_correction_kl=True)
+        options = dict(beta=0.1, kl_estimator=kl, use_bias_correction_kl=True, kl_clamp=(1.0, 0.5))
         cases[kl] = dict(advantages=0 * ones, ref_logps=-3 * ones), options | clamps
     return cases
 

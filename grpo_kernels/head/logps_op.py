@@ -141,6 +141,8 @@ def open_pass(
         temperature = _filled(per_token.view(-1), mask, 1.0)
     sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=every_row)
     sampled = (ids[..., 0] if ids.dim() == inputs[0].dim() else ids).reshape(-1)  # of K ids the first
+    if isinstance(teacher, KLogps) and not any(wants):
+        sampled = torch.full_like(sampled, -1)  # no id apart in the sums, which are the same for any K ids of a token
     sampled = sampled if mask is None else torch.where(mask, sampled, 0)
     tokens = HeadPass(
         head, sampled.contiguous().long(), temperature, LogitTransform(logit_scale, softcap), stats,

@@ -273,6 +273,13 @@ class TrainArguments:
         except TypeError as error:
             raise ValueError(f"{where}: {error}") from None
 
+    def scoring_options(self) -> dict[str, Any]:
+        """Those of `fused_logps`, with which the policy's log-probabilities are those of the loss."""
+        config = self.loss_config()
+        # loss=eager does not have logits_dtype.
+        dtype = {} if config.logits_dtype is None else {"logits_dtype": config.logits_dtype}
+        return {"temperature": config.temperature, **dtype}
+
     def check_values(self) -> None:
         """Raise TypeError or ValueError for an option of another type or out of range, by its name."""
         for name, kind in KINDS.items():

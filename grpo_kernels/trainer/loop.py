@@ -197,9 +197,7 @@ class Trainer:
                 self._set_logps(rollout, "ref_logps")
 
     def _set_logps(self, rollout: list[Completion], name: str) -> None:
-        options: dict[str, object] = {"temperature": self.arguments.temperature}
-        if self.config.logits_dtype is not None:  # which loss=eager does not have
-            options["logits_dtype"] = self.config.logits_dtype
+        options = self.arguments.scoring_options()
         for rows in groups_of(rollout, self.rows_per_step):
             found = []
             for part in self._passes(rows):

@@ -75,7 +75,7 @@ def _differences(sampler: Sampler, prompts: Sequence[list[int]]) -> Differences:
 
     def score(rows: Sequence[Completion]) -> list[Tensor]:
         inputs = model_inputs(rows, a, sampler.tokenizer.pad_token_id, lm.device)
-        logps = infer(sampler.policy, "logps", **inputs, temperature=a.temperature).float().cpu()
+        logps = infer(sampler.policy, "logps", **inputs, **a.scoring_options()).float().cpu()
         return [row[: len(c.ids)] for row, c in zip(logps, rows, strict=True)]
 
     own = score(rows)

@@ -220,7 +220,7 @@ class Run:
 
     def _logp_of_a_token(self) -> float:
         """Nats, of the last token of the first prompt, once more after it."""
-        return float(infer(self.policy, "logps", **self._first_inputs, temperature=self.arguments.temperature))
+        return float(infer(self.policy, "logps", **self._first_inputs, **self.arguments.scoring_options()))
 
     def trained(self) -> list[torch.Tensor]:
         """The parameters that steps change."""
