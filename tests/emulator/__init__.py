@@ -41,7 +41,8 @@ class Emulated(Backend):
 
 def load(path: Path) -> Emulated:
     """Returns the backend of a built module. What it lacks is torch's: Triton's interpreter would take long."""
-    spec = spec_from_file_location("emulated._cuda", path)
+    # Under a name of its own: of two modules with one name pybind11 would give the first again.
+    spec = spec_from_file_location(f"{path.parent}._cuda", path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     controls = ctypes.CDLL(str(path))
