@@ -106,7 +106,7 @@ def section(name: str, document: Document) -> str:
         columns[f"{title} (eager's)"] = [_errors(found, key) for found in reports]
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     rows = [[str(Case(**case["case"])), *cells] for case, *cells in zip(cases, *columns.values(), strict=True)]
-    head = f"**{name}.** {place(document)}: `{document['command']}`"
+    head = f"**{name}.** {place(document)}: `{document['environment']['command']}`"
     return f"{head}\n\n{table(('case (N, H, V)', *columns), rows)}"
 
 

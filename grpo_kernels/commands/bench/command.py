@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import math
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -71,8 +70,7 @@ def bench(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    command = shlex.join(["grpo-kernels", *sys.argv[1:]])
-    document: Document = {"environment": here, "command": command, "cases": cases, "not_run": []}
+    document: Document = {"environment": here, "cases": cases, "not_run": []}
     print(headline(here), flush=True)
     if arguments.device == "auto" and device.type == "cpu":
         print("no GPU here, hence no GPU figures: this measures the CPU")

@@ -1,16 +1,22 @@
-"""Where something was measured: device, driver, versions, date; a device's memory; and the JSON of a run.
+"""Where something was measured, and of which code: device, driver, versions, date, revision; and the JSON of a run.
 
-That JSON is {"environment", "command", "cases", "not_run"}. A case is {"case": its fields, "date",
-"implementations": name -> what was found}.
+That JSON is {"environment", "cases", "not_run"}. A case is {"case": its fields, "date", "implementations": name ->
+what was found}.
 """
 
 from __future__ import annotations
 
+import ast
 import datetime
+import hashlib
 import json
 import os
 import platform
+import re
 import resource
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +31,20 @@ Document = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 _PEERS = ("trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
 PACKAGES = ("triton", "transformers", *_PEERS, "numpy")
+ROOT = Path(__file__).resolve().parents[3]
+MEASURED = ("csrc", "grpo_kernels/head", "grpo_kernels/kernels", "grpo_kernels/objective")  # what figures depend on
 _RESERVE = 2**30  # bytes left to the rest of the machine
+# Of C++: a comment, a string, a character, a name or number, any other sign.
+_TOKEN = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])'|\w+|\S", re.DOTALL)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Everything a reader needs to judge a number, ready for JSON."""
+    """Returns everything a reader needs to judge a number, ready for JSON."""
     on_gpu = device.type == "cuda"
     kept = ("GRPO_KERNELS_", "MALLOC_", "PYTORCH_")
     return {
         "date": now(),
+        **code(ROOT),
         "device": torch.cuda.get_device_name(device) if on_gpu else str(device),
         "driver": driver_version() if on_gpu else None,
         "device_memory": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
@@ -47,6 +58,74 @@ def environment(device: torch.device) -> dict[str, Any]:
         "backends": available_backends(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(kept)},
     }
+
+
+def code(root: Path) -> dict[str, Any]:
+    """Returns which code runs, by which command. `clean`: whether it is the code of `revision`, without changes.
+
+    revision, clean and digest are None in an installed copy.
+    """
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+    program = Path(sys.argv[0]).name
+    return {
+        "revision": _git(root, "rev-parse", "--short=12", "HEAD"),
+        "clean": None if changes is None else not changes,
+        "digest": code_digest(root),
+        "command": shlex.join(["grpo-kernels" if program == "__main__.py" else program, *sys.argv[1:]]),
+    }
+
+
+def code_digest(root: Path) -> str | None:
+    """Returns a digest of the code that figures depend on, or None where its sources are not there.
+
+    Comments, docstrings and formatting do not change it.
+    """
+    if not all((root / folder).is_dir() for folder in MEASURED):
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in MEASURED for path in (root / folder).rglob("*") if path.suffix in _MEANING):
+        digest.update(f"{path.relative_to(root).as_posix()}\0{_MEANING[path.suffix](path.read_text())}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _of_python(text: str) -> str:
+    return _syntax(ast.parse(text))
+
+
+def _syntax(node: object) -> str:
+    """Returns a tree as text, without positions, docstrings and empty fields, of which newer Pythons have more."""
+    if isinstance(node, list):
+        return f"[{','.join(_syntax(one) for one in node if not _is_text(one))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [f"{name}={_syntax(value)}" for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return f"{type(node).__name__}({','.join(fields)})"
+
+
+def _is_text(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _of_cxx(text: str) -> str:
+    return "\n".join(token for token in _TOKEN.findall(text) if not token.startswith(("//", "/*")))
+
+
+def _of_json(text: str) -> str:
+    return json.dumps(json.loads(text), sort_keys=True)
+
+
+_MEANING = {".py": _of_python, ".json": _of_json} | dict.fromkeys((".h", ".cuh", ".cu", ".cpp"), _of_cxx)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Returns what git says of a checkout; None without git, or in a copy that is no checkout."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 def write(path: Path, document: Document) -> None:
