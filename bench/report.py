@@ -1,12 +1,16 @@
-"""The pictures and tables of the committed results: `make figures`.
+"""The pictures, tables and numbers of the committed results: `make figures`.
 
 Pictures go to bench/figures, named after their file of results: cpu.json gives cpu-time.png, ... Tables go between
-the markers of README.md and bench/README.md.
+the markers of PAGES, and numbers into their sentences (quotes.py). With --check, `make check-figures`, nothing is
+written: what differs from its file, or names none, is an error.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -14,21 +18,25 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from quotes import differences, filled, generations, text_of, unquoted
 
 from grpo_kernels.commands.bench import figures
 from grpo_kernels.commands.bench.cases import Case
 from grpo_kernels.commands.bench.command import memory_text, table
-from grpo_kernels.commands.bench.machine import Document
+from grpo_kernels.commands.bench.machine import Document, code_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
+PAGES = ("README.md", "bench/README.md", "bench/RESULTS.md", "grpo_kernels/README.md",
+         "grpo_kernels/integrations/README.md")  # fmt: skip
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+EXCEPTIONS: tuple[str, ...] = ()
 H100, LAB = "gpu/h100-targets.json", "gpu/h100-lab.json"  # of gpu.py; of a script for this one machine
-FILES = ("cpu.json", "cpu-masks.json", "cpu-sweeps.json", "gpu-h200.json", H100, LAB)
+FILES = ("cpu.json", "cpu-masks.json", "cpu-sweeps.json", "distillation/cpu.json", "gpu-h200.json", H100, LAB)
 PLACES = {"CPU": ("cpu.json", "cpu-sweeps.json"), "H200": ("gpu-h200.json",), "H100": (H100, LAB)}
 TRAINERS = {
-    "eager": "eager PyTorch", "trl": "TRL", "liger": "Liger", "verl": "verl, Triton",
-    "verl-torch": "verl, torch in chunks",
+    "eager": "eager PyTorch", "compiled": "eager PyTorch, compiled", "trl": "TRL", "liger": "Liger, PyTorch head",
+    "liger-native": "Liger, native head", "verl": "verl, Triton", "verl-torch": "verl, torch in chunks",
 }  # fmt: skip
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
@@ -37,18 +45,45 @@ CAPTIONS = {
 DRAWN = {"cpu.json": "time", "cpu-sweeps.json": "memory", "gpu-h200.json": "time"}
 
 
-def main() -> None:
+def main() -> int:
+    pages = {name: (ROOT / name).read_text() for name in PAGES}
     documents = {name: load(name) for name in FILES}
-    sections = []
-    for name, document in documents.items():
-        sections.append(section(name, document))
-        if wanted := DRAWN.get(name):
-            (path,) = figures.draw(document, FIGURES, f"{Path(name).stem}-", wanted)
-            sections.append(f"![{CAPTIONS[wanted]}](figures/{path.name})")
+    older, problems = generations(RESULTS, code_digest(ROOT))
+    written = {
+        "README.md": [summary(documents)],
+        "bench/README.md": ["\n".join(older) or "Nothing: all files are of the code as it is."],
+        "bench/RESULTS.md": [*sections(documents), sparse(load("sparse/cpu.json")), dweight(load("dweight/cpu.json")),
+                             time_to_reward(load("trainer/time-to-reward.json"))],
+        "grpo_kernels/README.md": [rounding(load("truncated/rounding.json"))],
+    }  # fmt: skip
+    for name, page in pages.items():
+        new, lacking = filled(rewrite(page, *written[name]) if name in written else page, RESULTS)
+        if "--check" not in sys.argv:
+            (ROOT / name).write_text(new)
+        elif numbers := differences(page, new):
+            lacking += numbers
+        elif new != page:
+            lacking += ["its tables are not those of the files: make figures"]
+        unmarked = unquoted(new, EXCEPTIONS) if name != "bench/RESULTS.md" else ()
+        problems += [f"{name}: {problem}" for problem in (*lacking, *unmarked)]
+    if "--check" not in sys.argv:
+        draw(documents)
+    print("\n".join(problems) or "every number is that of its file")
+    return 1 if problems else 0
+
+
+def draw(documents: dict[str, Document]) -> None:
+    for name, wanted in DRAWN.items():
+        figures.draw(documents[name], FIGURES, f"{Path(name).stem}-", wanted)
     with rc_context(figures.STYLE):
         truncated(load("truncated/learning.json")).savefig(FIGURES / "truncated-sampling.png", dpi=figures.DPI)
-    rewrite(ROOT / "README.md", summary(documents))
-    rewrite(ROOT / "bench/README.md", *sections)
+
+
+def sections(documents: dict[str, Document]) -> Iterator[str]:
+    for name, document in documents.items():
+        yield section(name, document)
+        if wanted := DRAWN.get(name):
+            yield f"![{CAPTIONS[wanted]}](figures/{Path(name).stem}-{wanted}.png)"
 
 
 def load(name: str) -> Document:
@@ -56,14 +91,14 @@ def load(name: str) -> Document:
     document = json.loads((RESULTS / name).read_text())
     found: Document = document.get("targets", document)
     for case in found.get("cases", ()):
-        case["case"].pop("divergence", None)  # "" in these files, of an earlier revision
+        case["teacher"] = case["case"].pop("divergence", "")  # a field of an earlier revision
     return found
 
 
-def rewrite(page: Path, *parts: str) -> None:
-    """Puts the parts between the markers of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{chr(10).join(f'{part}{chr(10)}' for part in parts)}{END}{rest.split(END)[1]}")
+def rewrite(page: str, *parts: str) -> str:
+    """Returns a page with the parts between its markers."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{chr(10).join(f'{part}{chr(10)}' for part in parts)}{END}{rest.split(END)[1]}"
 
 
 def truncated(document: Document) -> Figure:
@@ -105,9 +140,97 @@ def section(name: str, document: Document) -> str:
     for title, key in (("error of dhidden", "dhidden"), ("of a log-probability", "logps_max")):
         columns[f"{title} (eager's)"] = [_errors(found, key) for found in reports]
     columns = {title: cells for title, cells in columns.items() if any(cells)}
-    rows = [[str(Case(**case["case"])), *cells] for case, *cells in zip(cases, *columns.values(), strict=True)]
+    teachers = [f", {case['teacher']} to a teacher" if case["teacher"] else "" for case in cases]
+    names = [f"{Case(**case['case'])}{teacher}" for case, teacher in zip(cases, teachers, strict=True)]
+    rows = [[name, *cells] for name, *cells in zip(names, *columns.values(), strict=True)]
     head = f"**{name}.** {place(document)}: `{document['environment']['command']}`"
     return f"{head}\n\n{table(('case (N, H, V)', *columns), rows)}"
+
+
+def sparse(document: Document) -> str:
+    """Returns a table per temperature of samples: time and errors of gradients that are rounded to few entries."""
+    columns = {
+        "kept": ("kept", ",.0f"), "by products": ("dense", ".1f", "%"), "error of dhidden": ("errors > dhidden", ".1e"),
+        "of dweight": ("errors > dweight", ".1e"), "time of exact": ("of_exact", ".2f"),
+        "of products": ("of_products", ".2f"), "peak MiB": ("peak_bytes", ",.0f", "MiB"),
+    }  # fmt: skip
+    parts = [
+        f"**sparse/cpu.json.** {place(document)}: `GRPOConfig(sparse_backward=theta)` on the head of "
+        "SmolLM2-135M-Instruct; medians of interleaved rounds, relative errors against float64 from the same inputs."
+    ]
+    for batch in document["batches"]:
+        rows = [[_theta(row), *(_cell(row, *of) for of in columns.values())] for row in batch["rows"]]
+        title = f"{batch['tokens']:,} tokens sampled at T {batch['temperature']}, {batch['entropy']:.2f} nats:"
+        parts += [title, table(("theta, type", *columns), rows)]
+    return "\n\n".join(parts)
+
+
+def _theta(row: Document) -> str:
+    if "model" in row:
+        return f"{row['model']}, in float64"
+    theta = f"2^{math.log2(row['theta']):.0f}" if row["theta"] else "exact"
+    return f"{theta}, {row['dtype'].removeprefix('torch.')}"
+
+
+def dweight(document: Document) -> str:
+    """Returns a row per number of chunks: the error of the weight's gradient, summed in bfloat16."""
+    titles, batches = ["chunks"], document["batches"]
+    for batch in batches:
+        titles += [f"error, T {batch['temperature']}", f"of one chunk's, T {batch['temperature']}"]
+    rows = []
+    for name in batches[0]["errors"]:
+        of = ((f"errors > {name}", ".2e"), (f"errors > {name} / errors > 1", ".2f"))
+        rows.append([name, *(text_of(batch, *one) for batch in batches for one in of)])
+    return (
+        f"**dweight/cpu.json.** {place(document)}: what adding up the shares of chunks in bfloat16 rounds of the "
+        "weight's gradient, on samples of SmolLM2-135M-Instruct; float32 is a float32 sum, rounded at the end.\n\n"
+        f"{table(titles, rows)}"
+    )
+
+
+def time_to_reward(document: Document) -> str:
+    """Returns a row per trainer and setting: minutes until the evaluated reward is 0.9, and where they go."""
+    columns = {
+        "of TRL's": ("of_trl", ".2f"), "step, s": ("step_seconds", ".1f"), "head, s": ("head_seconds", ".1f"),
+        "without head": ("without_head", ".2f"), "peak MiB": ("peak_mib", ",.0f"),
+        "reward after": ("reward_after", ".2f"),
+    }  # fmt: skip
+    rows = []
+    for one in document["summary"]:
+        reached = [minutes for minutes in one["minutes"] if minutes]
+        spread = f"{statistics.median(reached):.2f} ({_range(reached, '.2f')})" if reached else ""
+        minutes = spread if len(reached) == one["seeds"] else f"not reached by {one['seeds'] - len(reached)}"
+        setting = f"{one['task']}, {one['setting']}, {one['seeds']} seeds"
+        rows.append([setting, one["contestant"], minutes, *(_cell(one, *of) for of in columns.values())])
+    return (
+        f"**trainer/time-to-reward.json.** {place(document)}: contestants step by step in turns. Minutes are median "
+        "(least to most) of the time that a contestant's steps took until its first evaluation at 0.9; without head is "
+        f"the share of a step that would be left if its head took no time. {document['note']}\n\n"
+        f"{table(('setting', '', 'minutes to 0.9', *columns), rows)}"
+    )
+
+
+def rounding(document: Document) -> str:
+    """Returns a row per kind of sampling: how far the ids and ratios of an engine that rounds are from a trainer's."""
+    columns = {
+        "other ids": ("tokens with other ids", ".0f", "%"), "over all ids": ("all > mean error", ".3f"),
+        "over the engine's": ("engine > mean error", ".4f"), "over the recomputed": ("recomputed > mean error", ".4f"),
+    }  # fmt: skip
+    engines = {name: found for name, found in document.items() if isinstance(found, dict) and name != "environment"}
+    rows = [
+        [sampling, engine, *(_cell(one, *of) for of in columns.values())]
+        for engine, found in engines.items()
+        for sampling, one in found.items()
+    ]
+    titles = [title + (", %" if unit == ["%"] else "") for title, (_, _, *unit) in columns.items()]
+    return table(("sampling", "engine", *titles), rows)
+
+
+def _cell(entry: Document, *of: str) -> str:
+    try:
+        return text_of(entry, *of)
+    except LookupError:
+        return ""
 
 
 def _times(entry: Document) -> str:
@@ -146,6 +269,13 @@ def ratios(document: Document) -> Iterator[tuple[int, str, str, float]]:
                 yield tokens, name, "memory", peak / one["peak_bytes"]
 
 
+def timed_once(document: Document) -> list[str]:
+    """Returns the trainers that have one time in a step of a model's head, and no median of several."""
+    steps = [case["implementations"] for case in filter(figures.is_plain_step, document["cases"])]
+    times = {(name, len(one.get("seconds", {}).get("times", ()))) for found in steps for name, one in found.items()}
+    return [title for name, title in TRAINERS.items() if (name, 1) in times]
+
+
 def summary(documents: dict[str, Document]) -> str:
     """Returns how many times the time of ours a step of each trainer takes, and ours of its memory, over all cases."""
     titles, rows, places = ["this package against"], {name: [title] for name, title in TRAINERS.items()}, []
@@ -157,9 +287,13 @@ def summary(documents: dict[str, Document]) -> str:
                 cells.append(_range([x for _, *of, x in found if of == [trainer, what]], form, unit))
         counts = _range([tokens for tokens, *_ in found], ",")
         places.append(f"{place(documents[files[0]])}: {counts} tokens ({', '.join(files)}).")
+        for name in files:
+            if rivals := timed_once(documents[name]):
+                places.append(f"{name} has a single call of {', '.join(rivals)} in some cases.")
+    rows = {trainer: cells for trainer, cells in rows.items() if any(cells[1:])}
     return f"""\
 A step (forward, backward, the head's gradient) of models' heads. Faster: their median time over ours, least to most of
-all cases. Memory: our peak over theirs; above 1 ours takes more. `chunk_rows` bounds it:
+all cases. Memory: our peak over theirs, beside inputs and gradients; above 1 ours takes more:
 
 {table(titles, list(rows.values()))}
 
@@ -172,4 +306,4 @@ def _range(numbers: Sequence[float], form: str, unit: str = "") -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

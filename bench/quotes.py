@@ -1,0 +1,153 @@
+"""Numbers that a page quotes from bench/results: each is followed by a comment that says where it comes from.
+
+    1.33<!-- gpu/h100-lab.json > cases > [case.head=llama-3-8b] > implementations > sparse > ratio_to_floor : .2f -->
+
+A key or an index of a path leads on, `*` to all entries, and [a.b=c; d] to those that have c at a.b and anything at d;
+median() takes the median of a list. Several numbers give a range, "1.4 to 1.7". `A / B` is a quotient of two paths, or
+of a number and a path, number by number. After the colon come a format of Python's and, if the page gives the number in
+one, a unit of UNITS. What a file holds is compared and formatted, never run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+UNITS = {"": 1.0, "%": 0.01, "ms": 1e-3, "minutes": 60.0, "MiB": 2.0**20, "GiB": 2.0**30}
+_NUMBER = r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[-+]?\d+)?"
+_RANGE = rf"{_NUMBER}(?:\s+to\s+{_NUMBER})?"
+_QUOTE = re.compile(rf"({_RANGE})<!--\s+(\S+\.json)\s+>\s+(.*?)\s+:\s+(\S+?)(?:\s+(\S+))?\s+-->", re.DOTALL)
+# What is no sentence: code, addresses, comments; and tables that come from files as a whole.
+_WRITTEN = r"<!-- (?:results:begin|table) -->.*?<!-- (?:results:end|end of table) -->"
+_ASIDE = rf"{_WRITTEN}|^```.*?^```|^ {{4}}\S[^\n]*|`[^`]*`|\]\([^)]*\)|<!--.*?-->"
+# A version or a setting stands behind its name.
+_NAMES = (
+    r"TRL|vLLM|SGLang|Liger|verl|torch|Triton|CUDA|Python|OpenRLHF|capability|section|clip|beta|temperature|top_p|min_p"
+)
+_NAMED = re.compile(rf"\b(?:{_NAMES})\s+{_RANGE}$")
+_UNIT = re.compile(r"\s*(?:%|(?:x(?!\s*\d)|F|s|ms|us|seconds|[KMG]iB|times)\b)")
+
+
+def text_of(document: Any, expression: str, form: str, unit: str = "") -> str:
+    """Returns the number that an expression leads to, or the range of several; LookupError where it leads nowhere."""
+    numbers = sorted(x / UNITS[unit] for x in _numbers(document, expression))
+    return " to ".join(dict.fromkeys(format(x, form) for x in (numbers[0], numbers[-1])))
+
+
+def filled(page: str, results: Path) -> tuple[str, list[str]]:
+    """Returns a page with the numbers that its files have, and a line for each that has no file or field."""
+    problems: list[str] = []
+
+    def number(match: re.Match[str]) -> str:
+        written, name, expression, form, unit = match.groups()
+        try:
+            found = text_of(json.loads((results / name).read_text()), " ".join(expression.split()), form, unit or "")
+        except (OSError, LookupError, ValueError, ZeroDivisionError) as error:
+            problems.append(f"{_line(page, match)}: {written}: {name}: {error}")
+            return match[0]
+        same = found == " ".join(written.split())  # a range may stand on two lines
+        return match[0] if same else found + match[0].removeprefix(written)
+
+    return _QUOTE.sub(number, page), problems
+
+
+def differences(page: str, now: str) -> list[str]:
+    """Returns a line for each number of a page that is not that of its file, by which `now` was filled."""
+    pairs = zip(_QUOTE.finditer(page), _QUOTE.finditer(now), strict=True)
+    return [f"{_line(page, old)}: {old[1]}, which is {new[1]} in {old[2]}" for old, new in pairs if old[1] != new[1]]
+
+
+def unquoted(page: str, exceptions: tuple[str, ...]) -> Iterator[str]:
+    """Yields a line for each measured number that no comment follows; `exceptions` are pieces of text that need none.
+
+    Measured is what has decimals or a unit, but for versions and settings, which stand behind a name.
+    """
+    rest = re.sub("|".join([_QUOTE.pattern, _ASIDE, *map(re.escape, exceptions)]), _blank, page, flags=re.M | re.S)
+    for match in re.finditer(rf"(?<![\w.^/-]){_RANGE}(?![\w^-]|\.\d)", rest):
+        if ("." in match[0] or _UNIT.match(rest, match.end())) and not _NAMED.search(rest[: match.end()]):
+            yield f"{_line(page, match)}: {match[0]} names no file"
+
+
+def _blank(match: re.Match[str]) -> str:
+    return re.sub(r"\S", " ", match[0])
+
+
+def _line(page: str, match: re.Match[str]) -> int:
+    return page.count("\n", 0, match.start()) + 1
+
+
+def generations(results: Path, digest: str | None) -> tuple[list[str], list[str]]:
+    """Returns a line for each revision that results are of whose code is not today's, and one for each file without."""
+    found: dict[str, list[tuple[date, str]]] = {}
+    problems = []
+    for path in sorted(results.rglob("*.json")):
+        document, name = json.loads(path.read_text()), path.relative_to(results).as_posix()
+        parts = [part.get("environment", {}) for part in (document, *document.values()) if isinstance(part, dict)]
+        here = next((part for part in parts if "digest" in part), None)
+        if here is None:
+            problems.append(f"{name} does not say of which code it is")
+        elif digest is None or here["digest"] != digest:
+            entry = date.fromisoformat(here["date"][:10]), name
+            found.setdefault(here["revision"] or "that was not recorded", []).append(entry)
+    lines = []
+    for revision, entries in sorted(found.items(), key=lambda item: min(item[1])):
+        days = " to ".join(dict.fromkeys(f"{day.day} {day:%B %Y}" for day in (min(entries)[0], max(entries)[0])))
+        files = ", ".join(f"[{name}](results/{name})" for _, name in entries)
+        lines.append(f"- {days}, revision {revision}: {files}")
+    return lines, problems
+
+
+def _numbers(document: Any, expression: str) -> list[float]:
+    first, *rest = (_at(document, part) for part in expression.split(" / "))
+    for second in rest:
+        one, other = len(first), len(second)
+        if 1 < min(one, other) != max(one, other):
+            raise LookupError(f"{one} numbers over {other} at {expression}")
+        first = [first[i % one] / second[i % other] for i in range(max(one, other))]
+    return first
+
+
+def _at(document: Any, path: str) -> list[float]:
+    if re.fullmatch(_NUMBER, path):
+        return [float(path)]
+    nodes = [document]
+    for step in path.split(" > "):
+        nodes = [found for node in nodes for found in _step(node, step)]
+        if not nodes:
+            raise LookupError(f"nothing at {step} of {path}")
+    if not all(isinstance(node, int | float) and math.isfinite(node) for node in nodes):
+        raise LookupError(f"no number at {path}")
+    return nodes
+
+
+def _step(node: Any, step: str) -> list[Any]:
+    entries = list(node.values()) if isinstance(node, dict) else node
+    if not isinstance(entries, list):
+        return []
+    if step == "*":
+        return entries
+    if step == "median()":
+        return [statistics.median(entries)] if entries else []
+    if step.startswith("["):
+        return [entry for entry in entries if all(_has(entry, part) for part in step.strip("[]").split("; "))]
+    key: Any = int(step) if isinstance(node, list) else step
+    try:
+        return [node[key]]
+    except LookupError:
+        raise LookupError(f"there is no {step}") from None
+
+
+def _has(entry: Any, condition: str) -> bool:
+    """Whether an entry has the value of "a.b=value", or any at "a.b"."""
+    path, _, wanted = condition.partition("=")
+    for key in path.split("."):
+        if not isinstance(entry, dict) or key not in entry:
+            return False
+        entry = entry[key]
+    return not wanted or str(entry) == wanted
