@@ -40,7 +40,7 @@ CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 COMPILE = $(BIN)/python setup.py --quiet build_ext --inplace
 
-.PHONY: help demo demo-chat test notebook docs bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels hub clean
+.PHONY: help demo demo-chat test notebook docs bench measure figures check-figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels hub clean
 
 # The text after ## of each target.
 help:
@@ -70,8 +70,11 @@ bench: ## time and memory against eager PyTorch and the peers, within 20 minutes
 measure: $(VENV)/.peers
 	$(BIN)/grpo-kernels bench --minutes 19.5 --output build/bench.json $(ARGS)
 
-figures: $(VENV)/.installed ## the pictures and tables of the README, from bench/results
+figures: $(VENV)/.installed ## the documents' pictures, tables and numbers, from bench/results
 	$(BIN)/python bench/report.py
+
+check-figures: $(VENV)/.installed ## whether every measured number of the documents is that of a file: check only
+	$(BIN)/python bench/report.py --check
 
 # With the machine's own Python, which has torch: nothing is downloaded, and this checkout alone is installed.
 gpu-report: ## on a GPU machine without network: build, check, times; ARGS="--resume --stages tests" ...

@@ -30,7 +30,7 @@ _ASIDE = rf"{_WRITTEN}|^```.*?^```|^ {{4}}\S[^\n]*|`[^`]*`|\]\([^)]*\)|<!--.*?--
 _NAMES = (
     r"TRL|vLLM|SGLang|Liger|verl|torch|Triton|CUDA|Python|OpenRLHF|capability|section|clip|beta|temperature|top_p|min_p"
 )
-_NAMED = re.compile(rf"\b(?:{_NAMES})\s+{_RANGE}$")
+_NAMED = re.compile(rf"\b(?:{_NAMES})[\s|]+$")
 _UNIT = re.compile(r"\s*(?:%|(?:x(?!\s*\d)|F|s|ms|us|seconds|[KMG]iB|times)\b)")
 
 
@@ -69,8 +69,8 @@ def unquoted(page: str, exceptions: tuple[str, ...]) -> Iterator[str]:
     Measured is what has decimals or a unit, but for versions and settings, which stand behind a name.
     """
     rest = re.sub("|".join([_QUOTE.pattern, _ASIDE, *map(re.escape, exceptions)]), _blank, page, flags=re.M | re.S)
-    for match in re.finditer(rf"(?<![\w.^/-]){_RANGE}(?![\w^-]|\.\d)", rest):
-        if ("." in match[0] or _UNIT.match(rest, match.end())) and not _NAMED.search(rest[: match.end()]):
+    for match in re.finditer(rf"(?<![\w.^/:-]){_RANGE}(?![\w^-]|\.\d)", rest):
+        if ("." in match[0] or _UNIT.match(rest, match.end())) and not _NAMED.search(rest[: match.start()][-30:]):
             yield f"{_line(page, match)}: {match[0]} names no file"
 
 
