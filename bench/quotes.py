@@ -16,6 +16,7 @@ import re
 import statistics
 from collections.abc import Iterator
 from datetime import date
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,15 @@ def filled(page: str, results: Path) -> tuple[str, list[str]]:
 
 
 def differences(page: str, now: str) -> list[str]:
-    """Returns a line for each number of a page that is not that of its file, by which `now` was filled."""
+    """Returns a line for each number of a page that is not that of its file, and the first one that differs otherwise.
+
+    `now` is the page as `filled` returns it, with the tables that its files give.
+    """
     pairs = zip(_QUOTE.finditer(page), _QUOTE.finditer(now), strict=True)
-    return [f"{_line(page, old)}: {old[1]}, which is {new[1]} in {old[2]}" for old, new in pairs if old[1] != new[1]]
+    numbers = [f"{_line(page, old)}: {old[1]}, which is {new[1]} in {old[2]}" for old, new in pairs if old[1] != new[1]]
+    lines = zip_longest(_QUOTE.sub("", page).split("\n"), _QUOTE.sub("", now).split("\n"))
+    tables = [f"{i}: not what its files give: make figures" for i, (old, new) in enumerate(lines, 1) if old != new]
+    return numbers + tables[:1]
 
 
 def unquoted(page: str, exceptions: tuple[str, ...]) -> Iterator[str]:

@@ -51,41 +51,45 @@ DRAWN = {"cpu.json": "time", "cpu-sweeps.json": "memory", "gpu-h200.json": "time
 
 def main() -> int:
     pages = {name: (ROOT / name).read_text() for name in PAGES}
-    documents = {name: load(name) for name in FILES}
-    older, problems = generations(RESULTS, code_digest(ROOT))
-    written = {
-        "README.md": [summary(documents)],
-        "bench/README.md": ["\n".join(older) or "Nothing: all files are of the code as it is."],
-        "bench/RESULTS.md": [*sections(documents), sparse(load("sparse/cpu.json")), dweight(load("dweight/cpu.json")),
-                             time_to_reward(load("trainer/time-to-reward.json"))],
-        "grpo_kernels/README.md": [rounding(load("truncated/rounding.json"))],
-    }  # fmt: skip
-    for name, page in pages.items():
-        new, lacking = filled(rewrite(page, *written[name]) if name in written else page, RESULTS)
-        if "--check" not in sys.argv:
-            (ROOT / name).write_text(new)
-        elif numbers := differences(page, new):
-            lacking += numbers
-        elif new != page:
-            lacking += ["its tables are not those of the files: make figures"]
-        unmarked = unquoted(new, EXCEPTIONS) if name != "bench/RESULTS.md" else ()
-        problems += [f"{name}: {problem}" for problem in (*lacking, *unmarked)]
-    if "--check" not in sys.argv:
-        draw(documents)
+    new, problems = filled_pages(pages)
+    if "--check" in sys.argv:
+        problems += [f"{name}: {found}" for name, page in pages.items() for found in differences(page, new[name])]
+    else:
+        draw()
+        for name, page in new.items():
+            (ROOT / name).write_text(page)
     print("\n".join(problems) or "every number is that of its file")
     return 1 if problems else 0
 
 
-def draw(documents: dict[str, Document]) -> None:
+def filled_pages(pages: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the pages with tables and numbers from the files, and a line for each number that names none."""
+    older, problems = generations(RESULTS, code_digest(ROOT))
+    tables = {
+        "README.md": [summary({name: load(name) for name in FILES})],
+        "bench/README.md": older or ["Nothing: all files are of the code as it is."],
+        "bench/RESULTS.md": [*sections(), sparse(load("sparse/cpu.json")), dweight(load("dweight/cpu.json")),
+                             time_to_reward(load("trainer/time-to-reward.json"))],
+        "grpo_kernels/README.md": [rounding(load("truncated/rounding.json"))],
+    }  # fmt: skip
+    new = {}
+    for name, page in pages.items():
+        new[name], lacking = filled(rewrite(page, *tables[name]) if name in tables else page, RESULTS)
+        unmarked = unquoted(page, EXCEPTIONS) if name != "bench/RESULTS.md" else ()
+        problems += [f"{name}: {problem}" for problem in (*lacking, *unmarked)]
+    return new, problems
+
+
+def draw() -> None:
     for name, wanted in DRAWN.items():
-        figures.draw(documents[name], FIGURES, f"{Path(name).stem}-", wanted)
+        figures.draw(load(name), FIGURES, f"{Path(name).stem}-", wanted)
     with rc_context(figures.STYLE):
         truncated(load("truncated/learning.json")).savefig(FIGURES / "truncated-sampling.png", dpi=figures.DPI)
 
 
-def sections(documents: dict[str, Document]) -> Iterator[str]:
-    for name, document in documents.items():
-        yield section(name, document)
+def sections() -> Iterator[str]:
+    for name in FILES:
+        yield section(name, load(name))
         if wanted := DRAWN.get(name):
             yield f"![{CAPTIONS[wanted]}](figures/{Path(name).stem}-{wanted}.png)"
 
