@@ -49,7 +49,7 @@ def filled(page: str, results: Path) -> tuple[str, list[str]]:
         written, name, expression, form, unit = match.groups()
         try:
             found = text_of(json.loads((results / name).read_text()), " ".join(expression.split()), form, unit or "")
-        except (OSError, LookupError, ValueError, ZeroDivisionError) as error:
+        except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             problems.append(f"{_line(page, match)}: {written}: {name}: {error}")
             return match[0]
         same = found == " ".join(written.split())  # a range may stand on two lines
@@ -66,18 +66,20 @@ def differences(page: str, now: str) -> list[str]:
     pairs = zip(_QUOTE.finditer(page), _QUOTE.finditer(now), strict=True)
     numbers = [f"{_line(page, old)}: {old[1]}, which is {new[1]} in {old[2]}" for old, new in pairs if old[1] != new[1]]
     lines = zip_longest(_QUOTE.sub("", page).split("\n"), _QUOTE.sub("", now).split("\n"))
-    tables = [f"{i}: not what its files give: make figures" for i, (old, new) in enumerate(lines, 1) if old != new]
+    tables = [f"{i}: its files give {(new or old)[:120]!r}" for i, (old, new) in enumerate(lines, 1) if old != new]
     return numbers + tables[:1]
 
 
 def unquoted(page: str, exceptions: tuple[str, ...]) -> Iterator[str]:
-    """Yields a line for each measured number that no comment follows; `exceptions` are pieces of text that need none.
+    """Yields a line for each measured number that no comment follows, or one that cannot be read.
 
-    Measured is what has decimals or a unit, but for versions and settings, which stand behind a name.
+    Measured is what has decimals or a unit, but for versions and settings, which stand behind a name, and `exceptions`,
+    pieces of text that need no comment.
     """
     rest = re.sub("|".join([_QUOTE.pattern, _ASIDE, *map(re.escape, exceptions)]), _blank, page, flags=re.M | re.S)
     for match in re.finditer(rf"(?<![\w.^/:-]){_RANGE}(?![\w^-]|\.\d)", rest):
-        if ("." in match[0] or _UNIT.match(rest, match.end())) and not _NAMED.search(rest[: match.start()][-30:]):
+        measured = "." in match[0] or _UNIT.match(rest, match.end()) or page.startswith("<!--", match.end())
+        if measured and not _NAMED.search(rest[: match.start()][-30:]):
             yield f"{_line(page, match)}: {match[0]} names no file"
 
 

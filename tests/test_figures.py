@@ -108,6 +108,7 @@ def test_a_number_is_that_of_its_file_and_noticed_when_it_was_changed(number, so
         ("cpu.json > cases > [case.head=tiny] > ours > seconds : .1f", "nothing at [case.head=tiny]"),
         ("cpu.json > cases > 0 > ours > minutes : .1f", "there is no minutes"),
         ("cpu.json > note : .1f", "no number at note"),
+        ("cpu.json > cases > 0 > case > median() : .1f", "not supported"),
         ("cpu.json > cases > 0 > ours > times / cases > * > ours > seconds : .1f", "no number"),
         ("cpu.json > cases > 0 > ours > seconds : .1f furlongs", "furlongs"),
     ],
@@ -125,6 +126,7 @@ def test_a_measured_number_without_a_comment_is_noticed(number):
     page = f"# Title\n\nOurs took {number} of TRL's."
     assert list(unquoted(page, ())) == [f"3: {number.split(' ')[0] if 'to' not in number else number} names no file"]
     assert not list(unquoted(page, (number,)))
+    assert list(unquoted("It has 5<!-- cpu.json > cases --> entries.", ())) == ["1: 5 names no file"]  # nor a format
 
 
 def test_settings_versions_and_code_are_no_measurements():
