@@ -277,11 +277,10 @@ def ratios(document: Document) -> Iterator[tuple[int, str, str, float]]:
                 yield tokens, name, "memory", peak / one["peak_bytes"]
 
 
-def timed_once(document: Document) -> list[str]:
-    """Returns the trainers that have one time in a step of a model's head, and no median of several."""
-    steps = [case["implementations"] for case in filter(figures.is_plain_step, document["cases"])]
-    times = {(name, len(one.get("seconds", {}).get("times", ()))) for found in steps for name, one in found.items()}
-    return [title for name, title in TRAINERS.items() if (name, 1) in times]
+def has_single_calls(document: Document) -> bool:
+    """Whether a trainer has one time in a step of a model's head, and no median of several."""
+    found = (case["implementations"] for case in filter(figures.is_plain_step, document["cases"]))
+    return any(len(one.get("seconds", {}).get("times", ())) == 1 for reports in found for one in reports.values())
 
 
 def summary(documents: dict[str, Document]) -> str:
@@ -295,9 +294,8 @@ def summary(documents: dict[str, Document]) -> str:
                 cells.append(_range([x for _, *of, x in found if of == [trainer, what]], form, unit))
         counts = _range([tokens for tokens, *_ in found], ",")
         places.append(f"{place(documents[files[0]])}: {counts} tokens ({', '.join(files)}).")
-        for name in files:
-            if rivals := timed_once(documents[name]):
-                places.append(f"{name} has a single call of {', '.join(rivals)} in some cases.")
+    if few := [name for files in PLACES.values() for name in files if has_single_calls(documents[name])]:
+        places.append(f"Where a rival takes seconds, some cases of {', '.join(few)} have a single call of it.")
     rows = {trainer: cells for trainer, cells in rows.items() if any(cells[1:])}
     return f"""\
 A step (forward, backward, the head's gradient) of models' heads. Faster: their median time over ours, least to most of
