@@ -135,7 +135,8 @@ class LMHead:
         for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
             if is_wide:
                 self.stored_dtypes[i] = torch.promote_types(self.stored_dtypes[i], torch.float32)
-        self.dweight = WeightGradient(weight, self.grad_dtype, self.stored_dtypes[1], backend)
+        stored_dweight = self.stored_dtypes[1]
+        self.dweight = WeightGradient(weight, self.grad_dtype, stored_dweight, backend, rounds_once=sums_wide)
         self._taken_out: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, ids and values of entries, by chunk
 
         # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
