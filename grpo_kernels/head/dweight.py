@@ -12,11 +12,14 @@ from .products import PIECE_ROWS, add_product, product
 
 
 class WeightGradient:
-    """`total`: the sum, None before the first chunk. `stored_dtype`: its type; each chunk rounds a 16-bit one
-    once more."""
+    """`total`: the sum, None before the first chunk. `stored_dtype`: its type; each chunk rounds a 16-bit one once more.
+    rounds_once: the products of chunks are float32 too, which a CPU has of float32 inputs alone: those of bfloat16 take
+    less time, and round what they return."""
 
-    def __init__(self, weight: Tensor, grad_dtype: torch.dtype, stored_dtype: torch.dtype, backend: Backend) -> None:
-        self.weight, self.stored_dtype, self.backend = weight, stored_dtype, backend
+    def __init__(
+        self, weight: Tensor, grad_dtype: torch.dtype, stored_dtype: torch.dtype, backend: Backend, *, rounds_once: bool
+    ) -> None:
+        self.weight, self.stored_dtype, self.backend, self.rounds_once = weight, stored_dtype, backend, rounds_once
         self.total: Tensor | None = None
         self.sums_in_float32 = grad_dtype.itemsize == 2 and stored_dtype == torch.float32
 
@@ -27,8 +30,9 @@ class WeightGradient:
             self.total = torch.mm(dlogits.T, h) if self.total is None else self.total.addmm_(dlogits.T, h)
         elif h.device.type == "cpu" and h.dtype == torch.bfloat16:  # which `product` would convert
             first, total = self._total_to_write()
+            h = h.float() if self.rounds_once else h
             for piece in pieces(self.weight, PIECE_ROWS):
-                part = torch.mm(dlogits[:, piece].T, h)
+                part = torch.mm(dlogits[:, piece].T.to(h.dtype), h)
                 total[piece] = part if first else total[piece] + part
         elif self.total is None:
             self.total = product(dlogits.T, h)

@@ -6,12 +6,17 @@
 
 The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient
 over the front half of each float32 row (row stride 2V), so that there is no second buffer.
+
+Of a row of 16-bit dlogits the entry of the sampled id is as large as all others together, and so is the error of its
+rounding. That one is made good in O(H) per token: dhidden gets what the rounding took, times the id's row of W, and
+dweight gets the exact entries after the last chunk, with one rounding of their sum instead of one per chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +35,35 @@ from .dweight import WeightGradient, pieces
 from .gradients import PrecomputedGradients, power_of_two_scale, stored_dtype
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice, vocab_size_of
+
+
+class SampledEntries(NamedTuple):
+    """The entries of a chunk's dlogits at the sampled ids, before they were rounded to 16 bits."""
+
+    ids: Tensor  # (C,) int64, -1 where another rank has the column
+    values: Tensor  # (C,) float32; 0 where there is no gradient, or no column
+
+    @property
+    def columns(self) -> Tensor:
+        """(C, 1), 0 where there is none."""
+        return self.ids.clamp(min=0)[:, None]
+
+    def rounding_errors(self, dlogits: Tensor, scale: Tensor | None = None) -> Tensor:
+        """(C, 1) float32: what is missing at the sampled ids of dlogits (C, V), which hold `scale` (C,) as a divisor."""
+        found = dlogits.gather(1, self.columns).float()
+        if scale is not None:
+            found *= scale[:, None]
+        return torch.where(self.ids[:, None] >= 0, self.values[:, None] - found, 0.0)
+
+    def as_rounded(self, dlogits: Tensor) -> SampledEntries:
+        """These of dlogits (C, V), to which something was added."""
+        found = dlogits.gather(1, self.columns)[:, 0].float()
+        return self._replace(values=torch.where(self.ids >= 0, found, 0.0))
+
+    def take_out(self, dlogits: Tensor) -> None:
+        """Put 0 in their place."""
+        found = dlogits.gather(1, self.columns)
+        dlogits.scatter_(1, self.columns, found.masked_fill_(self.ids[:, None] >= 0, 0.0))
 
 
 class LMHead:
@@ -101,7 +135,9 @@ class LMHead:
         for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
             if is_wide:
                 self.stored_dtypes[i] = torch.promote_types(self.stored_dtypes[i], torch.float32)
-        self.dweight = WeightGradient(weight, self.grad_dtype, self.stored_dtypes[1], backend)
+        stored_dweight = self.stored_dtypes[1]
+        self.dweight = WeightGradient(weight, self.grad_dtype, stored_dweight, backend, rounds_once=sums_wide)
+        self._taken_out: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, ids and values of entries, by chunk
 
         # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
         # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
@@ -206,31 +242,55 @@ class LMHead:
         self.gradient_scale = scale
         return scale
 
-    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
-        """Add a chunk's share of dhidden, dweight and dbias. dlogits (C, V)."""
+    def accumulate(self, rows: Rows, dlogits: Tensor, sampled: SampledEntries | None = None) -> None:
+        """Add a chunk's share of dhidden, dweight and dbias. dlogits (C, V), of which `sampled` entries go."""
         if self.wants[0]:
-            self._put_dhidden(rows, self._times_weight(dlogits))
+            missing = None
+            if sampled is not None:
+                missing = sampled.rounding_errors(dlogits) * self.weight[sampled.columns[:, 0]]
+            self._put_dhidden(rows, self._times_weight(dlogits, missing))
+        self._keep_sampled(rows, dlogits, sampled)
         if self.wants[2]:
             self.add_dbias(dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32)))
         if self.wants[1]:
             self.dweight.add(dlogits, self.hidden_rows(rows))
 
-    def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor) -> None:
+    def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor, sampled: SampledEntries) -> None:
         """`accumulate` of dlogits = scale[:, None] * exponentials, scale (P,) float32, which is never formed."""
         if self.wants[0]:
-            self._put_dhidden(rows, scale[:, None] * self._times_weight(exponentials))
+            missing = sampled.rounding_errors(exponentials, scale)
+            values = product(exponentials, self.weight).mul_(scale[:, None])
+            self._put_dhidden(rows, values.addcmul_(missing, self.weight[sampled.columns[:, 0]]))
+        self._keep_sampled(rows, exponentials, sampled)
         if self.wants[1]:
             h = self.hidden_rows(rows)
             self.dweight.add(exponentials, (scale[:, None] * h).to(h.dtype))
         if self.wants[2]:
             self.add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
 
+    def _keep_sampled(self, rows: Rows, dlogits: Tensor, sampled: SampledEntries | None) -> None:
+        """Take the sampled entries out of a chunk, for the sum over all of them."""
+        if sampled is None or not (self.wants[1] or self.wants[2]):
+            return
+        sampled.take_out(dlogits)
+        values = sampled.values if self.gradient_scale is None else sampled.values / self.gradient_scale
+        self._taken_out.append((rows.tokens(dlogits.device), sampled.ids, values))
+
+    def _add_sampled(self) -> None:
+        if self._taken_out:
+            tokens, ids, values = (torch.cat(x) for x in zip(*self._taken_out, strict=True))
+            self._taken_out = []
+            self.add_pairs(values, KeptPairs(ids.to(torch.int32), tokens.to(torch.int32)))
+
     def add_pairs(self, dlogits: Tensor, pairs: KeptPairs) -> None:
         """The shares of pairs of a token and an id in dweight and dbias. dlogits (M,). With float16, after all dense
         products."""
         scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
         if self.wants[1]:
-            self.dweight.add_kept(scaled, self.hidden_matrix, pairs)
+            hidden = self.hidden_matrix
+            if self.keep is not None:
+                hidden = torch.where(self.keep[:, None], hidden, 0.0)
+            self.dweight.add_kept(scaled, hidden, pairs)
         if self.wants[2]:
             starts, order = pairs.by_id(len(self.weight))
             self.add_dbias(torch.segment_reduce(scaled[order], "sum", offsets=starts, unsafe=True))
@@ -238,6 +298,7 @@ class LMHead:
     def gradients(self) -> PrecomputedGradients:
         """Return those of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
         self.release()
+        self._add_sampled()  # without the scratch: views of hidden states that are not contiguous are copied for it
         if self.vocab_slice is not None and self.dhidden is not None:
             self.vocab_slice.add_up(self.dhidden)
         totals = self.dhidden, self.dweight.total, self.dbias
@@ -277,18 +338,23 @@ class LMHead:
             self.dhidden = allocate(shape, dtype=self.stored_dtypes[0], device=self.hidden.device)
         return self.dhidden
 
-    def _times_weight(self, dlogits: Tensor) -> Tensor:
-        """dlogits W (C, H), in float32 where dhidden is, or where rounding parts of the sum to 16 bits would show."""
+    def _times_weight(self, dlogits: Tensor, missing: Tensor | None = None) -> Tensor:
+        """dlogits W + missing (C, H), in float32 where dhidden is, or where rounding parts of the sum to 16 bits would
+        show."""
         weight, dtype = self.weight, self.weight.dtype
         if dlogits.dtype != dtype:
-            total = torch.zeros(dlogits.shape[0], weight.shape[1], dtype=dlogits.dtype, device=dlogits.device)
+            total = missing
+            if total is None:
+                total = torch.zeros(dlogits.shape[0], weight.shape[1], dtype=dlogits.dtype, device=dlogits.device)
             for piece in pieces(weight, PIECE_ROWS):
                 total.addmm_(dlogits[:, piece], weight[piece].to(dlogits.dtype))
             return total
         wide = self.stored_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
         if dtype.itemsize == 2 and wide and returns_float32(weight.device, dtype):
-            return product(dlogits, weight)
-        return torch.mm(dlogits, weight)
+            found = product(dlogits, weight)
+            return found if missing is None else found.add_(missing)
+        # A product adds to its start in float32, and rounds once.
+        return torch.mm(dlogits, weight) if missing is None else missing.to(dtype).addmm_(dlogits, weight)
 
 
 class HeldLogits:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.operations import HeadChunk, LogitChunk, LogitTransform, Rows, Statistics, TokenMask
+from ..kernels.torch.rows import gradient_of_sampled
 from ..objective.metrics import MASK_SUMS
 from .chunk_size import Selection, select_rows
 from .k_ids import KIds, KLogps
 from .kept import DenseMask, KeptLogits, split
-from .lm_head import GivenLogits, LMHead
+from .lm_head import GivenLogits, LMHead, SampledEntries
 from .sparse import SparsePairs
 from .teacher import GivenTopK, KeptTeacher, PolicyTopK, TeacherHead, TopKHead
 
@@ -199,6 +200,20 @@ class HeadPass:
         ids, temperature = rows.take(self.ids), rows.take(self.temperature)
         return HeadChunk(head.hidden_rows(rows), head.weight, head.bias, ids, temperature, self.transform)
 
+    def sampled_entries(self, rows: Rows, dlogp: Tensor, dentropy: Tensor | None = None) -> SampledEntries:
+        """d loss / d logits of a chunk at the sampled ids, from d loss / d logp and d loss / d entropy (N,)."""
+        ids, temperature = rows.take(self.ids), rows.take(self.temperature)
+        logp, lse, entropy = (rows.take(x) for x in self.stats)
+        own = rows.take(dlogp)
+        of_entropy = torch.zeros_like(own) if dentropy is None else rows.take(dentropy)
+        values = gradient_of_sampled(logp, torch.where(of_entropy == 0, 0.0, entropy), own, of_entropy)
+        values = values * (self.transform.logit_scale / temperature)
+        if self.transform.softcap:
+            capped = (lse + logp) * temperature / self.transform.softcap  # tanh of the logit over the cap
+            values = values * (1 - capped * capped)
+        has_gradient = (ids >= 0) & ((own != 0) | (of_entropy != 0))
+        return SampledEntries(ids, torch.where(has_gradient, values, 0.0).float())
+
     def put(self, rows: Rows, found: Statistics) -> None:
         for destination, x in zip(self.stats, found, strict=True):
             rows.put(destination, x)
@@ -260,7 +275,11 @@ class Chunk:
         p.backend.gradient(read, dlogp, dentropy, written)
         if entries is not None:
             entries.write(written)
-        head.accumulate(rows, written)
+        if isinstance(head, LMHead) and head.grad_dtype.itemsize == 2:
+            found = p.sampled_entries(rows, dlogp, dentropy)
+            head.accumulate(rows, written, found if weight is None else found.as_rounded(written))
+        else:
+            head.accumulate(rows, written)
 
 
 class Exponentials(Chunk):
@@ -277,7 +296,8 @@ class Exponentials(Chunk):
         head, own = self.shared.head, self.rows.take(dlogp)
         assert isinstance(head, LMHead)
         # A token without a gradient has none whatever its row holds.
-        head.accumulate_scaled(self.rows, self.exponentials, torch.where(own == 0, 0.0, -own * self.unit))
+        scale = torch.where(own == 0, 0.0, -own * self.unit)
+        head.accumulate_scaled(self.rows, self.exponentials, scale, self.shared.sampled_entries(self.rows, dlogp))
 
 
 class FusedExponentials(Exponentials):

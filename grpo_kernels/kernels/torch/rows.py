@@ -46,7 +46,7 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) ->
     log_p, chain = _log_p(chunk, temperature, lse)
     p = log_p.exp()
     known, sampled = (ids >= 0)[:, None], ids.clamp(min=0)[:, None]  # -1: in another rank's slice of the vocabulary
-    one_less_p = -log_p.gather(1, sampled).expm1()
+    logp = log_p.gather(1, sampled).squeeze(1)
     of_teacher = None
     if chunk.teacher is not None:
         of_teacher = divergence_gradient(chunk.rows, chunk.teacher, log_p, temperature)
@@ -54,8 +54,8 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) ->
     # CUDA graph. Where none does, an entropy of NaN must not matter; where p is 0, any finite log p will do.
     entropy = torch.where(dentropy == 0, 0.0, entropy)
     slope = log_p.clamp_(min=LOWEST_LOG_P).add_(entropy[:, None]).mul_(dentropy[:, None])
-    of_sampled = dlogp[:, None] * one_less_p - p.gather(1, sampled) * slope.gather(1, sampled)
     dz = p.mul_(slope.add_(dlogp[:, None])).neg_()
+    of_sampled = gradient_of_sampled(logp, entropy, dlogp, dentropy)[:, None]
     dz.scatter_(1, sampled, torch.where(known, of_sampled, dz.gather(1, sampled)))
     zero_gradient = (dlogp == 0) & (dentropy == 0)
     if chunk.teacher is not None and of_teacher is not None:
@@ -65,6 +65,12 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) ->
     if chain is not None:
         dz.mul_(chain)
     out.copy_(dz.masked_fill_(zero_gradient[:, None], 0.0))
+
+
+def gradient_of_sampled(logp: Tensor, entropy: Tensor, dlogp: Tensor, dentropy: Tensor) -> Tensor:
+    """(C,) d loss / d z of the sampled id, from its log-probability; exact where p is near 1."""
+    slope = dentropy * (logp.clamp(min=LOWEST_LOG_P) + entropy)
+    return -dlogp * logp.expm1() - logp.exp() * slope
 
 
 def sparse_gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: SparseRule, out: SparseRows) -> None:
