@@ -70,24 +70,32 @@ def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor
 
 
 def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-    """Into dweight (V, H): added, or written, 0 where no token kept an id. dlogits (M,) of all pairs."""
+    """Into dweight (V, H): added, or written, 0 where no token kept an id. dlogits (M,) of all pairs.
+
+    No number is read, so that a CUDA graph can hold it: a piece has as many segments as pairs, of which those that are
+    not there repeat the last one. An id whose pairs are in two pieces is written again, with the sum of both.
+    """
     if not add:
         dweight.zero_()
     ids, order = pairs.ids.sort(stable=True)
-    first = int(torch.searchsorted(ids, 0))
-    ids, order = ids[first:].long(), order[first:]
-    unique, lengths = torch.unique_consecutive(ids, return_counts=True)
-    ends = lengths.cumsum(0)
-    done, size = 0, max(1, PIECE_ELEMENTS // hidden.shape[1])
-    while done < len(unique):
-        begin = int(ends[done] - lengths[done])
-        last = max(done + 1, int(torch.searchsorted(ends, begin + size, right=True)))
-        own = order[begin : int(ends[last - 1])]
-        terms = dlogits[own, None] * hidden[pairs.token_of[own]].to(dlogits.dtype)
-        sums = torch.segment_reduce(terms, "sum", lengths=lengths[done:last], axis=0, unsafe=True)
-        target = unique[done:last]
-        dweight[target] = (sums + dweight[target] if add else sums).to(dweight.dtype)
-        done = last
+    last: tuple[Tensor, Tensor, Tensor] | None = None  # the last id of a piece: it, its sum, what was there before
+    for piece in _pieces(len(ids), hidden.shape[1]):
+        own, pair = ids[piece].long(), order[piece]
+        segment = own.diff(prepend=own[:1]).ne(0).cumsum(0)
+        starts = torch.searchsorted(segment, torch.arange(len(own) + 1, device=own.device))
+        terms = dlogits[pair, None] * hidden[pairs.token_of[pair]].to(dlogits.dtype)
+        sums = torch.segment_reduce(terms.masked_fill_(own[:, None] < 0, 0.0), "sum", offsets=starts, unsafe=True)
+        found = own[starts[:-1].clamp(max=len(own) - 1)]
+        before = dweight[found.clamp(min=0)].to(sums.dtype)
+        if last is not None:
+            goes_on = (found[:1] == last[0])[:, None]
+            sums[:1] += torch.where(goes_on, last[1], 0.0)
+            before[:1] = torch.where(goes_on, last[2], before[:1])
+        end = segment[-1:]
+        last = found[end], sums[end], before[end]
+        place = torch.arange(len(own), device=own.device)
+        source = torch.where((place > end) | (found < 0), end, place)
+        dweight[found[source].clamp(min=0)] = (before + sums)[source].to(dweight.dtype)
 
 
 def _tokens(kept: KeptIds) -> Tensor:
