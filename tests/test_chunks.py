@@ -105,7 +105,7 @@ def test_dweight_is_summed_in_the_type_of_the_weight(dtype, wide, sum_dtype):
     (1, False, 0.99, 1.01), (8, False, 1.5, 2.8), (32, False, 3.0, 5.0), (32, True, 0.99, 1.01),
 ])  # fmt: skip
 def test_what_adding_up_chunks_rounds(chunks, wide, least, most):
-    """Of one rounding of the sum to bfloat16: it grows as the root of the number of chunks, unless the sum is float32."""
+    """Of one rounding of the sum to bfloat16: it grows as the root of the number of chunks; not in float32."""
     g = torch.Generator().manual_seed(0)
     dlogits, h = (torch.randn(512, n, generator=g).bfloat16() for n in (300, 64))
     exact = dlogits.double().T @ h.double()

@@ -65,7 +65,8 @@ def step(launches, batch, preset, backend="cpu", **options):
 
     def loss():
         nonlocal out
-        out = gk.fused_grpo_loss(own.hidden, own.weight, own.ids, own.advantages, config=config, backend=backend, **given)
+        tensors = own.hidden, own.weight, own.ids, own.advantages
+        out = gk.fused_grpo_loss(*tensors, config=config, backend=backend, **given)
 
     for part in (loss, lambda: out.metrics, lambda: out.loss.backward(torch.tensor(2.0))):
         launches.found = []

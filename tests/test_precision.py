@@ -107,7 +107,7 @@ def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, b
 @pytest.mark.parametrize("ids", ["any", "sampled"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_eight_chunks_are_as_exact_as_eagers_one(dtype, ids, backend):
-    """The gradient of the weight is a sum in 16 bits, which each chunk rounds. Nothing else hides it: logits are exact."""
+    """The gradient of the weight is a sum in 16 bits, which each chunk rounds; logits are exact, and hide nothing."""
     config = dataclasses.replace(CONFIGS["grpo"], chunk_rows=8)
     assert_as_exact_as_eager(config, dtype, backend, seeds=4 if backend == "triton" else 8, ids=ids)
 

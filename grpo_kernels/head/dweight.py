@@ -12,9 +12,9 @@ from .products import PIECE_ROWS, add_product, product
 
 
 class WeightGradient:
-    """`total`: the sum, None before the first chunk. `stored_dtype`: its type; each chunk rounds a 16-bit one once more.
-    rounds_once: the products of chunks are float32 too, which a CPU has of float32 inputs alone: those of bfloat16 take
-    less time, and round what they return."""
+    """`total`: the sum, None before the first chunk. `stored_dtype`: its type; each chunk rounds a 16-bit one once
+    more. rounds_once: the products of chunks are float32 too, which a CPU has of float32 inputs alone: those of
+    bfloat16 take less time, and round what they return."""
 
     def __init__(
         self, weight: Tensor, grad_dtype: torch.dtype, stored_dtype: torch.dtype, backend: Backend, *, rounds_once: bool

@@ -49,7 +49,7 @@ class SampledEntries(NamedTuple):
         return self.ids.clamp(min=0)[:, None]
 
     def rounding_errors(self, dlogits: Tensor, scale: Tensor | None = None) -> Tensor:
-        """(C, 1) float32: what is missing at the sampled ids of dlogits (C, V), which hold `scale` (C,) as a divisor."""
+        """(C, 1) float32: what rounding took at the sampled ids of dlogits (C, V), or of these times `scale` (C,)."""
         found = dlogits.gather(1, self.columns).float()
         if scale is not None:
             found *= scale[:, None]
