@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from typing import Any, NamedTuple
@@ -57,12 +56,11 @@ POINTS = [
 ]
 
 
-# Points and variations for a GPU, where every minute counts: every value of every axis and option, and most pairs.
-SAMPLE = [(point, i % 2) for i, point in enumerate(POINTS[::11])]
+Case = tuple[Point, int]  # the int: which variation of the options that are drawn
 CHUNK_ROWS = (3, 7, None)  # shorter than a sequence; longer; everything at once
 
 
-def name_of(case: tuple[Point, int]) -> str:
+def name_of(case: Case) -> str:
     point, variation = case
     return f"{'-'.join(point)}-{variation}"
 
@@ -92,30 +90,31 @@ def choose(point: Point, variation: int) -> dict[str, Any]:
     return chosen
 
 
-def pairs_of(point: Point, variation: int) -> set[tuple[Any, ...]]:
-    """The pairs of options at a point: (axis, value), (axis, value). Surrogate and level are one axis as well."""
-    chosen = {**point._asdict(), **choose(point, variation)}
-    chosen["surrogate and level"] = point.surrogate, point.level
-    return set(itertools.combinations(sorted(chosen.items(), key=lambda option: option[0]), 2))
+def values_of(case: Case) -> set[tuple[str, Any]]:
+    """The values at a point: (axis, value). Surrogate and level are one axis as well."""
+    point = case[0]
+    return {*point._asdict().items(), *choose(*case).items(), ("surrogate and level", point[:2])}
 
 
-def covering_array(variations: int = 3) -> list[tuple[Point, int]]:
-    """Points and variations, greedily chosen, in which each pair of options that is possible occurs: what is wrong for
-    one option, or for two together, fails in one of them."""
-    pool = [(point, variation) for variation in range(variations) for point in POINTS]
-    pairs = [pairs_of(*case) for case in pool]
-    missing = set().union(*pairs)
-    heap = [(-len(found), i) for i, found in enumerate(pairs)]
+def covering(cases: list[Case], single: tuple[str, ...] = ()) -> list[Case]:
+    """Some of the cases, greedily chosen, in which each pair of values that these have occurs: what is wrong for one
+    value, or for two together, fails in one of them. Of the axes `single` each value occurs, with whatever others."""
+    found = [values_of(case) for case in cases]
+    values = sorted(set().union(*found), key=repr)
+    has = torch.tensor([[value in of_case for value in values] for of_case in found]).float()
+    in_pairs = torch.tensor([axis not in single for axis, _ in values])
+    missing = (has.T @ has) * (in_pairs & in_pairs[:, None] | torch.eye(len(values), dtype=torch.bool)) > 0
     chosen = []
-    while missing:
-        _, i = heapq.heappop(heap)
-        gain = len(pairs[i] & missing)
-        if heap and gain < -heap[0][0]:  # it has become worth less
-            heapq.heappush(heap, (-gain, i))
-            continue
-        chosen.append(pool[i])
-        missing -= pairs[i]
+    while missing.any():
+        best = ((has @ missing.float()) * has).sum(1).argmax()
+        chosen.append(cases[best])
+        missing &= has[best].outer(has[best]) == 0
     return chosen
+
+
+CASES = covering([(point, variation) for variation in range(3) for point in POINTS])
+# For kernels of GPUs, which are slow without one and know no loss: every pair of the options, and every loss.
+KERNEL_CASES = covering(CASES, single=(*Point._fields, "surrogate and level"))
 
 
 def build(point: Point, chosen: dict[str, Any], vocab: int = 37) -> tuple[Batch, gk.GRPOConfig]:

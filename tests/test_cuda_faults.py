@@ -1,9 +1,11 @@
-"""Faults planted in the CUDA kernels (cuda_faults.txt), one at a time: each is caught by the checks of the other tests,
-or by the emulator. `pytest -rP tests/test_cuda_faults.py` prints how. And the kernels as they are under the sanitizers.
+"""Faults planted in the CUDA kernels (cuda_faults.txt), each behind a switch of one module: with one of them on it is
+caught by the checks of the other tests, or by the emulator, as `pytest -rP tests/test_cuda_faults.py` prints. With none
+on the checks pass, under the sanitizers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -29,6 +31,7 @@ PAIR = (torch.float32, torch.bfloat16)
 
 
 class Fault(NamedTuple):
+    number: int  # the value of the switch that plants it
     file: str
     name: str
     caught_by: str
@@ -43,6 +46,13 @@ class Fault(NamedTuple):
         own = {"scale.cuh": check_scale, "rows.cuh": check_rows, "objective.cuh": check_objective}
         return own.get(self.file, check_all)
 
+    @property
+    def switched(self) -> str:
+        """BEFORE, or AFTER where the switch has the fault's number."""
+        if ";" in self.before:
+            return f"if (gk_planted == {self.number}) {{ {self.after}\n}} else {{ {self.before}\n}}"
+        return f"(gk_planted == {self.number} ? ({self.after}) : ({self.before}))"
+
 
 def read_faults() -> list[Fault]:
     faults, file = [], ""
@@ -52,7 +62,8 @@ def read_faults() -> list[Fault]:
         elif line and not line.startswith("#"):
             name, caught_by, change = re.split(r" \|(?= )", line.replace("\\n", "\n"), maxsplit=2)
             before, after = change[1:].split(" => ")
-            faults.append(Fault(file, name, caught_by.strip(), before, after.removesuffix("(nothing)")))
+            after = after.removesuffix("(nothing)")
+            faults.append(Fault(len(faults) + 1, file, name, caught_by.strip(), before, after))
     return faults
 
 
@@ -103,29 +114,43 @@ def check_products(kernels: Emulated, orders=ORDERS) -> None:
             assert_exact(kernels, make_head(rows, width, vocab))
 
 
-def build_with(fault: Fault, folder: Path, optimisation: str) -> Path:
+def plant(folder: Path) -> None:
+    """Copies csrc with every fault of cuda_faults.txt behind the switch, the number gk_planted."""
     few_types(ROOT / "csrc", folder, "f32, bf16")
-    file = folder / "cuda" / fault.file
-    text = file.read_text()
-    assert text.count(fault.before) == 1, f"{fault.file} holds this {text.count(fault.before)} times: {fault.before}"
-    file.write_text(text.replace(fault.before, fault.after))
-    return build_module(folder, (optimisation,))
+    declaration = 'extern "C" __attribute__((visibility("default"))) int gk_planted;\n'
+    for fault in read_faults():
+        file = folder / "cuda" / fault.file
+        text = file.read_text()
+        count = text.count(fault.before)
+        assert count == 1, f"{fault.file} holds this {count} times: {fault.before}"
+        file.write_text(declaration + text.replace(fault.before, fault.switched))
+    with (folder / "cuda" / "host.cpp").open("a") as host:
+        host.write(declaration + "int gk_planted = 0;\n")
 
 
-def complaint(module: Path, check: Callable[[Emulated], None]) -> str:
-    """What the checks say of these kernels, "" for nothing. In a process of its own: a fault may well corrupt it."""
+@pytest.fixture(scope="module")
+def module(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("csrc")
+    plant(folder)
+    return build_module(folder)
+
+
+def complaint(module: Path, fault: Fault) -> str:
+    """What the checks say of the fault, "" for nothing. In a process of its own: a fault may well corrupt it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
-            return pool.submit(run_check, module, check).result()
+            return pool.submit(run_check, module, fault).result()
         except BrokenProcessPool:
             return "a crash"
 
 
-def run_check(module: Path, check: Callable[[Emulated], None]) -> str:
+def run_check(module: Path, fault: Fault) -> str:
     torch.set_num_threads(1)  # the threads of the parent are not here
     torch.use_deterministic_algorithms(True)  # memory that nothing has been written to holds NaN
     try:
-        check(load(module))
+        kernels = load(module)
+        ctypes.c_int.in_dll(kernels.controls, "gk_planted").value = fault.number
+        fault.check(kernels)
         return ""
     except (AssertionError, RuntimeError, ValueError) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == c.__file__]
@@ -134,9 +159,8 @@ def run_check(module: Path, check: Callable[[Emulated], None]) -> str:
 
 
 @pytest.mark.parametrize("fault", read_faults(), ids=lambda fault: fault.name)
-def test_fault_is_found(fault, tmp_path):
-    optimisation = "-O1" if fault.check is check_products else "-O0"  # what takes longer, the check or the compiler
-    said = complaint(build_with(fault, tmp_path, optimisation), fault.check)
+def test_fault_is_found(fault, module):
+    said = complaint(module, fault)
     print(f"{fault.name}: {said[:160]}")
     assert said
     assert fault.caught_by in said
@@ -158,7 +182,7 @@ print("all checks passed")
 
 def test_under_sanitizers(tmp_path):
     """Address and undefined-behaviour sanitizers see every access of the kernels. Without a fault nothing is found."""
-    few_types(ROOT / "csrc", tmp_path, "f32, bf16")
+    plant(tmp_path)
     module, environment = build_sanitized(tmp_path)
     command = [sys.executable, "-c", UNDER_SANITIZERS, str(module)]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)

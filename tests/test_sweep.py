@@ -59,12 +59,9 @@ CONFIGS: dict[str, gk.GRPOConfig] = {
 TENSORS = gk.GRPOConfig(
     beta=0.1, temperature=PER_TOKEN, entropy_coef=torch.tensor(0.1), entropy_threshold=torch.tensor(0.5)
 )
+KERNELS_SEE = ("one chunk", "many chunks", "static shapes", "everything")  # of the configurations
 CHANGES: dict[str, list[Given]] = {
-    "fused_grpo_loss": [
-        *({"config": config} for config in CONFIGS.values()),
-        *(dict(normalizer=x) for x in (17, torch.tensor(17))),
-        dict(normalizer=None, num_items_in_batch=41),
-    ],
+    "fused_grpo_loss": [{"config": CONFIGS[name]} for name in KERNELS_SEE],
     "fused_policy_loss": [dict(level=x, chunk_rows=n) for x, n in (("token", 5), ("sequence", 12), ("sequence", 4))],
     "grpo_loss_from_logits": [dict(inplace=True)],
     "group_advantages": [
@@ -83,12 +80,19 @@ CHANGES: dict[str, list[Given]] = {
     "rejection_mask": [dict(options={x: (0.8, 1.2) if x.endswith("k1") else 0.02}) for x in REJECTIONS],
     "entropy_quantile": [dict(top=0.3)],
 }  # fmt: skip
+LOSS_SEES: list[Given] = [
+    *({"config": config} for name, config in CONFIGS.items() if name not in KERNELS_SEE),
+    *(dict(normalizer=x) for x in (17, torch.tensor(17))),
+    dict(normalizer=None, num_items_in_batch=41),
+]
 
 
 def calls(function: str, backend: str, dtype: torch.dtype = torch.float32) -> list[Given]:
     """Arguments of all calls of a function that this backend can take; a whole teacher in `dtype`."""
     given = good_calls()[function]
     changes: list[Given] = [{}, *CHANGES.get(function, [])]
+    if function == "fused_grpo_loss" and backend in ("cpu", "torch"):  # not in the interpreter, nor on the emulator
+        changes += LOSS_SEES
     if "completion_mask" in given:
         changes.append({"completion_mask": None})
     if "config" in given:

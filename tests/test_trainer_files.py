@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import shutil
-import sys
 
 import pytest
 import training
@@ -15,33 +15,47 @@ from grpo_kernels.trainer.checkpoint import find_checkpoint
 from grpo_kernels.trainer.ranks import Interrupted
 from grpo_kernels.trainer.report import run as report
 
-EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # of Python's audit
+CALLS = [  # system calls on files, as Python makes them
+    (builtins, "open"), (os, "open"), (os, "mkdir"), (os, "write"), (os, "fsync"), (os, "truncate"), (os, "rename"),
+    (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"),
+]  # fmt: skip
 
 
-def killed_at(number, action):
-    """Run `action` in a process that ends at this system call on files; whether it came to that."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    calls = iter(range(number, -1, -1))
+def states(folder, action):
+    """Copies of a folder as a kill before each system call on files of `action` leaves it, and as it is in the end;
+    one of states that are the same."""
+    copies, last, copying = [], None, False
 
-    def count(event="", arguments=()):
-        if event in ("", *EVENTS) and next(calls, None) == 0:
-            os._exit(9)
+    def copy():
+        nonlocal last, copying
+        status = [(path, path.lstat()) for path in sorted(folder.rglob("*"))]
+        now = [(path, of.st_ino, of.st_size, of.st_mtime_ns) for path, of in status]
+        if not copying and now != last:
+            last, copying = now, True
+            copies.append(shutil.copytree(folder, folder.with_name(f"{folder.name}-{len(copies)}"), symlinks=True))
+            copying = False
 
-    def counted(call):
-        return lambda *given: (count(), call(*given))[1]
+    def watched(call):
+        return lambda *given, **named: (copy(), call(*given, **named))[1]
 
-    sys.addaudithook(count)
-    os.fsync, os.write = counted(os.fsync), counted(os.write)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in CALLS:
+            patch.setattr(module, name, watched(getattr(module, name)))
         action()
-    finally:
-        os._exit(0)
+    copy()
+    return copies
 
 
-def remains(folder):
-    return [path.name for path in folder.iterdir() if files.TEMPORARY.fullmatch(path.name)]
+def fill_from(checkpoint):
+    """What fills a folder with the files of a checkpoint, and with one in a folder within it."""
+
+    def fill(folder):
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+        (folder / files.CHECKSUMS).unlink()
+        (folder / "part").mkdir()
+        (folder / "part" / "note").write_text("second")
+
+    return fill
 
 
 @pytest.fixture(scope="module")
@@ -54,51 +68,42 @@ def checkpoint(model, data, tmp_path_factory):
 @pytest.mark.parametrize("earlier", [True, False])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(earlier, checkpoint, tmp_path):
     """Written a second time, or for the first; and where the process that puts it in order is killed as well."""
-
-    def fill(folder):
-        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
-        (folder / files.CHECKSUMS).unlink()
-        (folder / "part").mkdir()
-        (folder / "part" / "note").write_text("second")
-
-    at, ended, found = 0, False, set()
-    while not ended:
-        output = tmp_path / str(at)
-        output.mkdir()
-        if earlier:
-            shutil.copytree(checkpoint, output / "checkpoint-1")
-        ended = not killed_at(at, lambda output=output: files.write_atomically(output / "checkpoint-1", fill))
-        again = 0
-        while killed_at(again, lambda output=output: files.remove_leftovers(output)):
-            again += 1
-        assert not remains(output), at
-        sound = find_checkpoint(output, "auto")
-        assert sound == output / "checkpoint-1" or not (earlier or ended or list(output.iterdir())), at
-        if sound:
-            found.add((sound / "part").exists())
-        at += 1
-        shutil.rmtree(output)
-    assert at > 30 and found == {not earlier, True}
+    output, found = tmp_path / "run", set()
+    output.mkdir()
+    if earlier:
+        shutil.copytree(checkpoint, output / "checkpoint-1")
+    killed = states(output, lambda: files.write_atomically(output / "checkpoint-1", fill_from(checkpoint)))
+    for state in killed:
+        for again in states(state, lambda state=state: files.remove_leftovers(state)):
+            files.remove_leftovers(again)
+            assert not any(files.TEMPORARY.fullmatch(path.name) for path in again.iterdir()), again
+            sound = find_checkpoint(again, "auto")
+            whole = again / "checkpoint-1"
+            assert sound == whole or not (earlier or state == killed[-1] or list(again.iterdir())), again
+            if sound:
+                found.add((sound / "part").exists())
+    assert len(killed) > 10 and found == {not earlier, True}
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path):
-    path, at = tmp_path / "config.json", 0
-    path.write_text("first")
-    while killed_at(at, lambda: files.write_text(path, "second")):
-        assert path.read_text() in ("first", "second")
-        at += 1
-    files.remove_leftovers(tmp_path)
-    assert at >= 4 and path.read_text() == "second" and os.listdir(tmp_path) == ["config.json"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text("first")
+    killed = states(folder, lambda: files.write_text(folder / "config.json", "second"))
+    assert len(killed) == 3 and (killed[-1] / "config.json").read_text() == "second"
+    for state in killed:
+        assert (state / "config.json").read_text() in ("first", "second")
+        files.remove_leftovers(state)
+        assert os.listdir(state) == ["config.json"]
 
 
 def test_a_checkpoint_that_is_pruned_loses_its_name_first(checkpoint, tmp_path):
-    at, path, killed = 0, tmp_path / "checkpoint-1", True
-    while killed:
-        shutil.copytree(checkpoint, path, dirs_exist_ok=True)
-        killed = killed_at(at, lambda: files.discard(path))
-        assert not path.exists() or find_checkpoint(tmp_path, "auto") == path
-        at += 1
-    assert at > 5
+    shutil.copytree(checkpoint, tmp_path / "run" / "checkpoint-1")
+    killed = states(tmp_path / "run", lambda: files.discard(tmp_path / "run" / "checkpoint-1"))
+    assert len(killed) > 5
+    for state in killed:
+        path = state / "checkpoint-1"
+        assert not path.exists() or find_checkpoint(state, "auto") == path
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, Interrupted])
@@ -183,15 +188,8 @@ def test_a_run_in_a_folder_with_links(name, words, model, data, tmp_path, capfd)
 @pytest.mark.parametrize("name", ["checksums.json", "run.json", "state.pt", "model.safetensors", "part/note"])
 def test_a_checkpoint_with_links_or_damage(name, checkpoint, tmp_path, capsys):
     """In a folder within it as well: a tokenizer with several chat templates writes one."""
-
-    def fill(folder):
-        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
-        (folder / files.CHECKSUMS).unlink()
-        (folder / "part").mkdir()
-        (folder / "part" / "note").write_text("second")
-
     newest = tmp_path / "checkpoint-2"
-    files.write_atomically(newest, fill)
+    files.write_atomically(newest, fill_from(checkpoint))
     assert find_checkpoint(tmp_path, "auto") == newest
     content = (newest / name).read_bytes()
     (newest / name).rename(tmp_path / "elsewhere")
