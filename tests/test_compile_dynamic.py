@@ -37,17 +37,18 @@ def teacher(**options: Any) -> gk.Teacher:
 
 # x: a number that changes from call to call, 0.3 and more; n: an integer, 2 and more.
 STEPS = {
-    "GRPOConfig": lambda x, n: loss(gk.GRPOConfig(aggregation="seq_mean", beta=0.1)),
     "GRPOConfig, numbers": lambda x, n: loss(
         gk.GRPOConfig(
             epsilon_high=x, delta=1.5 + x, temperature=x, beta=x, kl_clamp=(x, None), entropy_coef=x, chunk_rows=n
         )
     ),
-    "GRPOConfig, fixed length": lambda x, n: loss(gk.GRPOConfig(aggregation="fixed_length", max_completion_length=n)),
-    "GRPOConfig, static": lambda x, n: loss(gk.GRPOConfig(sparse_backward=x / 64, off_policy_mask_threshold=x)),
-    "presets": lambda x, n: loss(gk.GRPOConfig.preset("dapo", epsilon_high=x))
-    + sum(len(gk.GRPOConfig.preset(name, dual_clip=1 + x).key) for name in ("grpo", "gspo", "rloo", "verl")),
-    "from_trl": lambda x, n: loss(gk.GRPOConfig.from_trl(OF_TRL, epsilon_high=x)),
+    "GRPOConfig, options": lambda x, n: loss(
+        gk.GRPOConfig(
+            aggregation="fixed_length", max_completion_length=n, sparse_backward=x / 64, off_policy_mask_threshold=x
+        )
+    ),
+    "presets, from_trl": lambda x, n: loss(gk.GRPOConfig.from_trl(OF_TRL, epsilon_high=x))
+    + sum(len(gk.GRPOConfig.preset(name, dual_clip=1 + x).key) for name in ("dapo", "grpo", "gspo", "rloo", "verl")),
     "Teacher": lambda x, n: gk.fused_divergence(teacher=teacher(), **HEAD).sum(),
     "Teacher, numbers": lambda x, n: gk.fused_divergence(
         teacher=teacher(logit_scale=x, logit_softcap=9 * x, top_k=n), divergence="jsd", divergence_beta=x, **HEAD
@@ -59,14 +60,11 @@ STEPS = {
     "fused_distillation_loss": lambda x, n: gk.fused_distillation_loss(
         teacher=teacher(top_k=n), temperature=x, chunk_rows=n, **HEAD
     ).loss,
-    "SamplingMask": lambda x, n: loss(
-        gk.GRPOConfig(temperature=x), sampling_mask=gk.SamplingMask(KEPT.ids, KEPT.counts)
+    "fused_grpo_loss": lambda x, n: loss(
+        gk.GRPOConfig(temperature=x, advantage_eps=x), sampling_mask=gk.SamplingMask(KEPT.ids, KEPT.counts),
+        advantages=None, group_ids=None, num_generations=n, rewards=GIVEN["group_advantages"]["rewards"],
+        normalizer=x * 9,
     ),
-    "fused_grpo_loss, rewards": lambda x, n: loss(
-        gk.GRPOConfig(advantage_eps=x), advantages=None, group_ids=None, num_generations=n,
-        rewards=GIVEN["group_advantages"]["rewards"],
-    ),
-    "fused_grpo_loss, normalizer": lambda x, n: loss(gk.GRPOConfig(), normalizer=x * 9),
     "fused_logps": lambda x, n: gk.fused_logps(
         completion_ids=IDS, temperature=x, logit_scale=x, logit_softcap=9 * x, sparse_backward=x / 64, entropy=True,
         **HEAD,
