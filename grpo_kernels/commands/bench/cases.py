@@ -114,6 +114,7 @@ IDLE = ("ours", "ours-unscored", "floor")
 MASKED = ("ours", "ours-unmasked", "floor")
 SPARSE = ("ours", "ours-2^-*", "floor")
 CHUNKED = ("ours-*-chunks", "ours-float32-sum", "eager", "trl")
+PRECISE = ("ours-1-chunks", "ours-8-chunks", "ours-float32", "eager", "torch-chunked", "trl")
 BESIDE = ("ours", "ours-teacher*")
 SEVERAL = ("ours-logps", "ours-several")
 FINDING = ("ours", "ours-several", "ours-top", "ours-min_p*", "ours-top_*")
@@ -248,7 +249,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
     },
     # Errors against float64, of random ids and of a policy's samples.
     "precision": {
-        kind: _jobs(heads, ("ours-1-chunks", "ours-8-chunks", *CHUNKED[2:]), entropy=(0.0, 1.0))
+        kind: _jobs(heads, PRECISE, entropy=(0.0, 1.0))
         for kind, heads in (
             ("cpu", ("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512")),
             ("cuda", _GPU_HEADS[:3]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from ...teacher import Teacher
 from .cases import DIVERGENCES, Case
 
 EPSILON = 0.2
-SCALED_BY = 64  # rows of logits
+SOME = 128  # tokens, whose logits are in memory at a time
+BROAD = 2.5  # nats
 # Of the ids that an engine keeps with top_p 0.97, as prime-rl's pull request 2979 measured them: mean 8, median 2.
 SINGLE, P99, MOST = 0.47, 82, 512
 # old_logps lie this far from the true log-probabilities: on both sides of the clip range, ln 0.8 = -0.223 and
@@ -76,7 +78,7 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     hidden = normal(batch, length, case.hidden_size, dtype=dtype)
     weight.mul_(2 / math.sqrt(case.hidden_size))
     if case.entropy:
-        weight.mul_(_scale_of_logits(hidden.flatten(0, 1)[:SCALED_BY] @ weight.T, case.entropy))
+        _sharpen(hidden, weight, case.entropy, generator)
         ids = _samples(hidden, weight, generator)
     else:
         ids = torch.randint(case.vocab_size, (batch, length), device=device, generator=generator)
@@ -106,19 +108,33 @@ def nearby_teacher(hidden: Tensor, weight: Tensor, **options: Any) -> Teacher:
     return Teacher(near(hidden), near(weight), **options)
 
 
-def _scale_of_logits(logits: Tensor, entropy: float) -> float:
-    """What logits (N, V) have to be multiplied by, for a mean entropy of that many nats."""
+def _sharpen(hidden: Tensor, weight: Tensor, entropy: float, generator: torch.Generator) -> None:
+    """Gives the policy this mean entropy, in nats, in place: larger logits, down to BROAD nats, where a few of so many
+    ids begin to prevail; below that hidden states that are more or less near the row of an id, as a model's are."""
+    some = hidden.flatten(0, 1)[:SOME]
+    logits = (some @ weight.T).float()
+    weight.mul_(_solve(lambda x: x * logits, max(entropy, BROAD)))
+    if entropy < BROAD:
+        ids = torch.randint(len(weight), hidden.shape[:2], device=hidden.device, generator=generator)
+        nearness = torch.rand(*ids.shape, 1, device=hidden.device, generator=generator)
+        towards = weight[ids] * nearness.to(weight.dtype)
+        logits, more = ((x @ weight.T).float() for x in (some, towards.flatten(0, 1)[:SOME]))
+        hidden.add_(towards, alpha=_solve(lambda x: logits + x * more, entropy))
+
+
+def _solve(logits_at: Callable[[float], Tensor], entropy: float) -> float:
+    """x with this mean entropy of `logits_at(x)`, which falls with x."""
     low, high = 0.0, 64.0
-    for _ in range(25):
-        scale = (low + high) / 2
-        log_p = (scale * logits.float()).log_softmax(-1)
-        low, high = (low, scale) if -(log_p.exp() * log_p).sum(-1).mean() < entropy else (scale, high)
+    for _ in range(20):
+        x = (low + high) / 2
+        log_p = logits_at(x).log_softmax(-1)
+        low, high = (low, x) if -(log_p.exp() * log_p).sum(-1).mean() < entropy else (x, high)
     return high
 
 
 def _samples(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
     """(B, T) int64 ids that the policy samples; a few rows of logits at a time."""
-    rows = hidden.flatten(0, 1).split(SCALED_BY)
+    rows = hidden.flatten(0, 1).split(SOME)
     drawn = [torch.multinomial((h @ weight.T).float().softmax(-1), 1, generator=generator) for h in rows]
     return torch.cat(drawn).view(hidden.shape[:2])
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ... import GRPOConfig, fused_distillation_loss, fused_grpo_loss, fused_logps, fused_top_k, sampling_support
-from ...kernels import registered_backends, unavailable_reason
-from ...names import Divergence
+from ...kernels import get_backend, registered_backends, unavailable_reason
+from ...names import DIVERGENCES, Divergence
 from .baselines import Implementation, Result, Step, Unsupported, make_step
 from .inputs import EPSILON, Inputs, nearby_teacher
 
@@ -36,6 +36,8 @@ def ours(
     configuration: these make a difference to the loss and its gradient only."""
     if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
         raise Unsupported(reason)
+    if backend != "auto" and mode in DIVERGENCES and not get_backend(backend).takes_teachers:
+        raise Unsupported("has no kernels for a teacher")
     if (options or chunks or teacher is not None) and mode not in ("step", "frozen"):
         raise Unsupported("differs from ours in the loss of a step only")
     if chunks:
@@ -107,6 +109,7 @@ def _table() -> dict[str, Implementation]:
         "ours": Implementation("ours", ours),
         "ours-unmasked": Implementation("ours without the sampling mask", unmasked, "none"),
         "ours-unscored": Implementation("ours, score_inactive=False", partial(ours, score_inactive=False)),
+        "ours-float32": Implementation("ours, logits_dtype=float32", partial(ours, logits_dtype=torch.float32)),
     }
     # Where ids are uniform all probabilities are below 1/64: 64 entries of a token are left.
     for name, title, theta in ("sparse", "1/64", 2**-6), *((f"2^-{k}", f"2^-{k}", 2**-k) for k in (8, 10, 12, 14, 16)):
