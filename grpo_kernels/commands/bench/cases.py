@@ -115,8 +115,7 @@ MASKED = ("ours", "ours-unmasked", "floor")
 SPARSE = ("ours", "ours-2^-*", "floor")
 CHUNKED = ("ours-*-chunks", "ours-float32-sum", "eager", "trl")
 PRECISE = ("ours-1-chunks", "ours-8-chunks", "ours-float32", "eager", "torch-chunked", "trl")
-BESIDE = ("ours", "ours-teacher*")
-SEVERAL = ("ours-logps", "ours-several")
+SEVERAL = ("ours", "ours-teacher*", "ours-logps", "ours-several")
 FINDING = ("ours", "ours-several", "ours-top", "ours-min_p*", "ours-top_*")
 WEIGHED = (*PLAIN, "trl", "liger")
 BOTH = ("float32", "bfloat16")
@@ -167,9 +166,9 @@ SETS: dict[str, dict[str, list[Job]]] = {
     "quick": {
         "cpu": [
             # The cheap ones first: products of bfloat16 take minutes on CPUs without instructions for them.
-            *_jobs("smollm2-135m:512", (*BARE, "trl"), dtype="float32"),
-            *_jobs("smollm2-135m:512", (*BARE, "trl"), mode="forward"),
-            *_jobs("smollm2-135m:512", RIVALS, memory=BARE),
+            *_jobs("smollm2-135m:256", (*BARE, "trl"), dtype="float32"),
+            *_jobs("smollm2-135m:256", (*BARE, "trl"), mode="forward"),
+            *_jobs("smollm2-135m:256", RIVALS, memory=BARE),
         ],
         "cuda": [*_jobs("qwen2.5-1.5b:8192", RIVALS, mode=("step", "forward")), *_jobs("llama-3-8b:4096", RIVALS)],
     },
@@ -268,7 +267,6 @@ SETS: dict[str, dict[str, list[Job]]] = {
     # without a gradient, and finding those that a sampler would keep beside scoring.
     "top-k": {
         kind: [
-            *_jobs(shape, BESIDE, dtype=dtype, beta=0.0),
             *_jobs(shape, SEVERAL, dtype=dtype, beta=0.0),
             *_jobs(shape, FINDING, dtype=dtype, mode="forward"),
         ]

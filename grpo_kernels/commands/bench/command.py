@@ -77,7 +77,8 @@ def bench(arguments: argparse.Namespace) -> int:
     print(headline(here), flush=True)
     if arguments.device == "auto" and device.type == "cpu":
         print("no GPU here, hence no GPU figures: this measures the CPU")
-    for number, job in enumerate(chosen, 1):  # which grows by those with fewer tokens
+    planned = len(chosen)
+    for number, job in enumerate(chosen, 1):  # which grows by cases with fewer tokens
         found = next((case for case in cases if _is_of(case, job)), None)
         if found is None and end - time.time() < _WORTH_STARTING_S:
             document["not_run"].append(str(job.case))
@@ -91,12 +92,13 @@ def bench(arguments: argparse.Namespace) -> int:
             )  # fmt: skip
             # Half of its share of the time: as much goes to first calls and exact results.
             share = (end - time.time()) / (len(chosen) - number + 1) / len(job.against) / 2
-            found = measure_job(job, Options(str(device), rounds, end, min(LONG_S, share)), run)
+            most = min(LONG_S, share) if number <= planned else math.inf
+            found = measure_job(job, Options(str(device), rounds, end, most), run)
             cases.append(found)
         write(output, document)
         if found is not None:
             print(f"\n{case_table(found)}", flush=True)
-            chosen[number:number] = with_fewer_tokens(job, found)
+            chosen += with_fewer_tokens(job, found)
     for case in document["not_run"]:
         print(f"not run, out of time: {case}")
     cut = sum(_is_cut(report) for found in cases for report in found["implementations"].values())

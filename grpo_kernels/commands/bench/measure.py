@@ -30,7 +30,7 @@ from .reference import Reference, errors, off_policy, reference, why_wrong
 Found = dict[str, dict[str, Any]]
 Run = Callable[..., Any]  # run_in_subprocess, told about progress and silence
 LEAST = 5  # rounds, where as many are asked for
-BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios: in every case with all its tokens
+FEWEST = 8  # an eighth of the tokens: with still fewer it is the weight that takes the time
 # Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
 WITHOUT_MEMORY = ("floor", "compiled")
 # One of them is in the report of an implementation that had its turn.
@@ -97,7 +97,8 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
         if objective not in exact:
             on_progress("reference")
             exact[objective] = reference(inputs, case.mode, objective)
-        if (left := options.deadline - time.time()) < 0:
+        rounds = min(LEAST, options.rounds) * sum(found[one]["seconds"]["median"] for one in ready)
+        if (left := options.deadline - rounds - time.time()) < 0:
             break
         set_up = set_up or time.time() - begin
         on_progress(name)
@@ -110,11 +111,12 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
             if step is not None:
                 call = functools.partial(step, inputs)
                 once = seconds(call, device)
-                if tokens := fewer_tokens(name, case, options, once):
-                    report |= {"fewer_tokens": tokens}
-                else:
+                divisor = _divisor(case, options.rounds * once / max(options.most_s, 1e-9))
+                if divisor == 1:
                     ready[name] = call
                     report |= _timed([once])
+                else:
+                    report |= {"fewer_tokens": case.tokens // divisor} if divisor else {"error": NOT_RUN}
         except Exception as error:  # of an implementation: a result
             report = {"error": _survivable(error)}
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -124,24 +126,17 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
     gc.collect()
     gc.freeze()  # what lives now is not looked at before each call
 
-    # Who does not fit into what is left has no time: others of which nobody's ratio is taken first, the slowest first.
-    taken, least = {name: found[name]["seconds"]["median"] for name in ready}, min(LEAST, options.rounds)
-    for name in sorted(ready, key=lambda name: (name not in BASES, taken[name]), reverse=True):
-        if least * sum(taken[one] for one in ready) > options.deadline - time.time():
-            del ready[name]
     for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress):
         found[name] |= _timed(times)
         on_progress(name, found)
     return found
 
 
-def fewer_tokens(name: str, case: Case, options: Options, seconds: float) -> int | None:
-    """With how many tokens an implementation that takes `seconds` can have its rounds; None: with those of the case."""
-    excess = options.rounds * seconds / max(options.most_s, 1e-9)
-    if name in BASES or excess <= 1 or case.length == 1:
-        return None
-    divisor = min(d for d in range(2, case.length + 1) if case.length % d == 0 and (d >= excess or d == case.length))
-    return case.tokens // divisor
+def _divisor(case: Case, excess: float) -> int:
+    """Of the tokens, so that a measurement that takes `excess` times as long as it may can be made; 0: none that leaves
+    enough to compare."""
+    fitting = (d for d in range(1, FEWEST + 1) if case.length % d == 0 and d >= excess)
+    return next(fitting, 0)
 
 
 def _timed(times: list[float]) -> dict[str, Any]:
