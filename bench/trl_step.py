@@ -118,7 +118,7 @@ def main() -> None:
     steps = {name: partial(step, name, make_trainer(name, chosen.device), batch) for name in NAMES}
     for one in steps.values():
         one()
-    times = dict(interleave(steps, chosen.repeats, device, bases=NAMES))
+    times = dict(interleave(steps, chosen.repeats, device))
     found, rows = {}, []
     for name in NAMES:
         of_trl = statistics.median(ours / theirs for ours, theirs in zip(times[name], times["TRL"], strict=True))

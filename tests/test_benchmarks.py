@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
-from grpo_kernels.commands.bench import command, measure, process
+from grpo_kernels.commands.bench import cases, command, measure, process
 from grpo_kernels.commands.bench.baselines import Result, Unsupported
 from grpo_kernels.commands.bench.cases import MODES, SETS, jobs, make_case, parse_shape
 from grpo_kernels.commands.bench.inputs import grpo_objective, make_inputs
@@ -49,7 +50,20 @@ def test_every_set_is_made_of_valid_jobs():
         found = jobs(name, device)
         assert found and len({job.case for job in found}) == len(found), "a case is measured once"
         for job in found:
-            assert "ours" in select(job.against) and set(select(job.memory)) <= set(select(job.against))
+            assert any(name.startswith("ours") for name in select(job.against)) and set(select(job.memory)) <= set(
+                select(job.against)
+            )
+
+
+def divergence(log_p, inputs, mode):
+    """Of the policy to the teacher, by torch's own function."""
+    log_q = (inputs.teacher.hidden.double() @ inputs.teacher.weight.double().T).log_softmax(-1)
+    pairs = {"forward_kl": [(log_p, log_q)], "reverse_kl": [(log_q, log_p)]}
+    if mode == "jsd":
+        middle = ((log_p.exp() + log_q.exp()) / 2).log()
+        pairs["jsd"] = [(middle, log_p), (middle, log_q)]
+    kl = [functional.kl_div(x, y, reduction="none", log_target=True).sum(-1).mean() for x, y in pairs[mode]]
+    return sum(kl) / len(kl)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -57,16 +71,17 @@ def test_reference_agrees_with_autograd_in_float64_and_says_what_is_wrong(mode):
     inputs = off_policy(make_inputs(dataclasses.replace(TINY, mode=mode), CPU))
     right = reference(inputs, mode, "grpo")
     hidden, weight = (x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    logps = (hidden @ weight.T).log_softmax(-1).gather(-1, inputs.ids[..., None]).squeeze(-1)
+    log_p = (hidden @ weight.T).log_softmax(-1)
+    logps = log_p.gather(-1, inputs.ids[..., None]).squeeze(-1)
     exact = dataclasses.replace(inputs, old_logps=inputs.old_logps.double(), ref_logps=inputs.ref_logps.double())
-    loss = grpo_objective(logps, exact)
+    loss = divergence(log_p, inputs, mode) if mode in cases.DIVERGENCES else grpo_objective(logps, exact)
     result = Result(loss.detach(), logps.detach(), *torch.autograd.grad(loss, (hidden, weight)))
     found = errors(right, result)
     assert max(found.values()) < 1e-12 and why_wrong(right, result, found, torch.float32) is None
-    assert ("dweight" in found) == (mode == "step")
+    assert ("dweight" in found) == (mode not in ("frozen", "forward"))
     for wrong, words, modes in (
-        (result._replace(dweight=None), "gives no dweight", ("step",)),
-        (result._replace(dhidden=result.dhidden * 1.01), "dhidden is off by 1.0e-02", ("step", "frozen")),
+        (result._replace(dweight=None), "gives no dweight", {*MODES} - {"frozen", "forward"}),
+        (result._replace(dhidden=result.dhidden * 1.01), "dhidden is off by 1.0e-02", {*MODES} - {"forward"}),
         (result._replace(loss=torch.tensor(float("nan"))), "loss is off by nan", MODES),
     ):
         assert (words in (why_wrong(right, wrong, errors(right, wrong), torch.float32) or "")) == (mode in modes)
@@ -98,14 +113,47 @@ def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkey
     assert all(words in shown for words in ("wrong result", "no such mode", "out of memory"))
 
 
-def test_rounds_are_interleaved_and_rotate(monkeypatch):
-    monkeypatch.setattr(measure, "SHORT_S", NEVER)
+def test_rounds_are_interleaved_and_rotate():
     calls = []
     steps = {name: lambda name=name: calls.append(name) for name in "abc"}
     found = dict(measure.interleave(steps, 3, CPU))  # the last of each
     assert "".join(calls) == "abcbcacab" and all(len(times) == 3 for times in found.values())
-    found = dict(measure.interleave(steps, 5, CPU, deadline=0.0))
-    assert all(len(times) == 1 for times in found.values()), "a deadline leaves one round"
+    found = dict(measure.interleave(steps, 9, CPU, deadline=0.0))
+    assert all(len(times) == measure.LEAST == 5 for times in found.values()), (
+        "a deadline leaves as many as a time needs"
+    )
+
+
+def test_who_would_take_too_long_is_measured_with_fewer_tokens_and_never_in_fewer_rounds(monkeypatch, tmp_path, capfd):
+    case = make_case("tiny:512", "float32")
+    job = cases.Job(case, ("ours", "floor", "trl"))
+
+    def slow(inputs, mode):
+        return lambda inputs: time.sleep(inputs.ids.numel() * 1e-3) or Result()
+
+    monkeypatch.setitem(measure.IMPLEMENTATIONS, "trl", Implementation("TRL", slow, "none"))
+    options = Options("cpu", 5, NEVER, most_s=0.7)  # a call of 512 tokens takes 0.5 s
+    run = lambda function, *given: function(*given, lambda *told: None)  # noqa: E731
+    monkeypatch.setattr(measure, "limit_memory", lambda: None)
+    found = command.measure_job(job, options, run)
+    assert found["implementations"]["trl"].keys() == {"title", "errors", "first_call_seconds", "fewer_tokens"}
+    assert "with 128 tokens, in a case of their own" in command.case_table(found)
+    (again,) = command.with_fewer_tokens(job, found)
+    assert (again.case.tokens, again.case.length, again.against) == (128, 32, job.against)
+    found = command.measure_job(again, options, run)
+    assert command.with_fewer_tokens(again, found) == []
+    assert all(len(report["seconds"]["times"]) == 5 for report in found["implementations"].values())
+
+
+def test_a_time_of_fewer_rounds_is_none():
+    def cut(*_):
+        raise process.Died(process.NOT_RUN, "floor", {"ours": times(5), "floor": times(4)})
+
+    def times(count):
+        return {"seconds": {"median": 1.0, "times": [1.0] * count}}
+
+    found = measure.measure(TINY, ["ours", "floor"], Options("cpu", 15, NEVER), cut)["implementations"]
+    assert "seconds" in found["ours"] and found["floor"] == {"title": "bare matrix products", "error": process.NOT_RUN}
 
 
 def hang(on_progress):
@@ -141,7 +189,7 @@ def test_who_kills_the_process_costs_itself_alone_and_what_was_found_in_time_is_
     def late(*_):
         raise process.Died(process.NOT_RUN, "trl", {name: {"title": name} for name in names} | {"ours": timed})
 
-    timed = {"seconds": {"median": 1.0}}
+    timed = {"seconds": {"median": 1.0, "times": [1.0]}}
     found = measure.measure(TINY, names, options, run)["implementations"]
     assert list(found) == names and found["ours"]["seconds"] == found["floor"]["seconds"] == timed["seconds"]
     assert {name: found[name]["error"] for name in deaths} == deaths
@@ -191,8 +239,8 @@ def test_without_time_every_case_is_listed(tmp_path, capfd):
     assert main(["bench", "--device", "cpu", *options]) == 0
     said = capfd.readouterr().out
     assert said.count("\nnot run, out of time: ") == len(jobs("masks", "cpu"))
-    assert said.startswith("10 cases, which end after 0.01 minutes with what is measured then\n")
-    assert "out of time: 0 measurements of the cases above, 10 cases. --resume --minutes 0.02 measures again" in said
+    assert said.startswith("12 cases, which end after 0.01 minutes with what is measured then\n")
+    assert "out of time: 0 measurements of the cases above, 12 cases. --resume --minutes 0.02 measures again" in said
 
 
 @pytest.mark.parametrize(
@@ -239,7 +287,7 @@ def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch, tmp_path, cut, ca
         return {"title": "ours"} | ({cut: process.NOT_RUN} if case.mode == "frozen" else {})
 
     options = ["--modes", *MODES, "--resume", "--output", str(output)]
-    for expected in (["step", "frozen", "forward"], ["frozen"]):  # time cut the second one short
+    for expected in (list(MODES), ["frozen"]):  # time cut the second one short
         done.clear()
         assert run_with(monkeypatch, measured, *options) == 0 and done == expected
     document = json.loads(output.read_text())

@@ -1,30 +1,30 @@
-"""This library, and plain PyTorch: the three bare products, eager, compiled eager. What implementations share."""
+"""What implementations share; those of plain PyTorch: the bare matrix products, eager, compiled eager."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import GRPOConfig, fused_grpo_loss, fused_logps
-from ...kernels import unavailable_reason
-from .inputs import EPSILON, Inputs, grpo_objective
+from .cases import DIVERGENCES
+from .inputs import Inputs, grpo_objective, token_divergences
 
 
 class Result(NamedTuple):
     """What one call gives: loss () and logps (B, T), detached; dhidden (N, H) or as hidden; dweight (V, H).
 
-    mode "step" requires loss, dhidden and dweight, "frozen" loss and dhidden, "forward" logps. More is allowed.
+    Mode "frozen" requires loss and dhidden, "forward" logps, the others loss, dhidden and dweight. More is allowed.
+    metrics say what was measured, such as how sparse a gradient is.
     """
 
     loss: Tensor | None = None
     logps: Tensor | None = None
     dhidden: Tensor | None = None
     dweight: Tensor | None = None
+    metrics: dict[str, Tensor] | None = None
 
 
 Step = Callable[[Inputs], Result]
@@ -34,65 +34,57 @@ class Unsupported(Exception):
     """An implementation cannot run here, or has nothing for this mode, type or size; the message says why."""
 
 
-def gradients(loss: Tensor, logps: Tensor | None, inputs: Inputs) -> Result:
-    """Backward by autograd, to the inputs that require gradients."""
+class Implementation(NamedTuple):
+    """One way to compute a case.
+
+    `make_step(inputs, mode)` gives the function that is timed, or raises `Unsupported`. `objective` is what its results
+    are compared with: "grpo"; "cross_entropy", mean -logp, a yardstick that does the same matrix products; or "none".
+    An `estimate` is right in expectation: its error has no bound that rounding sets.
+    """
+
+    title: str
+    make_step: Callable[[Inputs, str], Step]
+    objective: str = "grpo"
+    estimate: bool = False
+
+
+def gradients(found: Result, inputs: Inputs) -> Result:
+    """Backward of a result's loss by autograd, to the inputs that require gradients."""
+    assert found.loss is not None
     leaves = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
-    dhidden, *rest = torch.autograd.grad(loss, leaves)
-    return Result(loss.detach(), None if logps is None else logps.detach(), dhidden, rest[0] if rest else None)
+    dhidden, *rest = torch.autograd.grad(found.loss, leaves)
+    logps = None if found.logps is None else found.logps.detach()
+    return Result(found.loss.detach(), logps, dhidden, rest[0] if rest else None, found.metrics)
 
 
 def make_step(
-    mode: str, logps: Callable[[Inputs], Tensor], loss: Callable[[Inputs], tuple[Tensor, Tensor | None]] | None = None
+    mode: str,
+    logps: Callable[[Inputs], Tensor],
+    loss: Callable[[Inputs], Result] | None = None,
+    divergence: Callable[[Inputs], Tensor] | None = None,
 ) -> Step:
-    """Returns the step of an implementation that gives log-probabilities (B, T), and (loss (), log-probabilities or
-    None); without `loss` the objective in plain torch is on top of the log-probabilities."""
+    """Returns the step of an implementation that gives log-probabilities (B, T), a loss (), which may bring them along,
+    and the divergence () to a teacher; without `loss` the objective in plain torch is on top of the log-probabilities.
+    """
+    if mode in DIVERGENCES and divergence is None:
+        raise Unsupported("has no divergence to a teacher's distribution")
 
-    def forward(inputs: Inputs) -> Result:
-        with torch.no_grad():
-            return Result(logps=logps(inputs))
-
-    def backward(inputs: Inputs) -> Result:
+    def step(inputs: Inputs) -> Result:
+        if mode == "forward":
+            with torch.no_grad():
+                return Result(logps=logps(inputs))
+        if mode in DIVERGENCES and divergence is not None:
+            return gradients(Result(divergence(inputs)), inputs)
         if loss is not None:
-            return gradients(*loss(inputs), inputs)
+            return gradients(loss(inputs), inputs)
         found = logps(inputs)
-        return gradients(grpo_objective(found, inputs), found, inputs)
+        return gradients(Result(grpo_objective(found, inputs), found), inputs)
 
-    return forward if mode == "forward" else backward
-
-
-def ours(inputs: Inputs, mode: str, backend: str = "auto", **options: Any) -> Step:
-    """`options` of the configuration, which make a difference to the gradient only."""
-    if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
-        raise Unsupported(reason)
-    if options and mode == "forward":
-        raise Unsupported("differs from ours in the gradient only")
-    config = GRPOConfig(aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON, **options)
-
-    def logps(inputs: Inputs) -> Tensor:
-        found, _ = fused_logps(
-            inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, sampling_mask=inputs.sampling_mask,
-            backend=backend,
-        )  # fmt: skip
-        return found
-
-    def loss(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        output = fused_grpo_loss(
-            inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
-            ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
-            advantages=inputs.advantages, config=config, backend=backend,
-        )  # fmt: skip
-        return output.loss, output.logps if config.score_inactive else None
-
-    return make_step(mode, logps, loss)
-
-
-def ours_unmasked(inputs: Inputs, mode: str) -> Step:
-    step = ours(inputs, mode)
-    return lambda inputs: step(replace(inputs, sampling_mask=None))
+    return step
 
 
 def floor(inputs: Inputs, mode: str) -> Step:
-    """The matrix products that this mode needs, at full N, and nothing else.
+    """The matrix products that this mode needs, at full N, and nothing else; a teacher needs one more.
 
     The (N, V) buffer is allocated once, outside the time: a fused loss has no such buffer, and filling fresh pages
     would raise the floor. The gradients are allocated in every step, since every implementation has to return
@@ -100,9 +92,12 @@ def floor(inputs: Inputs, mode: str) -> Step:
     """
     hidden, weight = inputs.flat_hidden.detach(), inputs.weight.detach()
     logits = hidden.new_empty(len(hidden), len(weight))
+    teachers = None if inputs.teacher is None else torch.empty_like(logits)
 
     def step(inputs: Inputs) -> Result:
         torch.mm(hidden, weight.T, out=logits)
+        if inputs.teacher is not None:
+            torch.mm(inputs.teacher.hidden.flatten(0, 1), inputs.teacher.weight.T, out=teachers)
         if mode == "forward":
             return Result()
         return Result(dhidden=torch.mm(logits, weight), dweight=None if inputs.frozen else torch.mm(logits.T, hidden))
@@ -120,11 +115,18 @@ def eager(inputs: Inputs, mode: str, transform: Callable[..., Any] = lambda func
             logits = logits.masked_fill(out.view(logits.shape), -torch.inf)
         return logits.log_softmax(-1).gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
 
-    def loss(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def loss(inputs: Inputs) -> Result:
         found = logps(inputs)
-        return grpo_objective(found, inputs), found
+        return Result(grpo_objective(found, inputs), found)
 
-    return make_step(mode, transform(logps), transform(loss))
+    def divergence(inputs: Inputs) -> Tensor:
+        assert inputs.teacher is not None
+        with torch.no_grad():
+            log_q = (inputs.teacher.hidden @ inputs.teacher.weight.T).float().log_softmax(-1)
+        log_p = (inputs.hidden @ inputs.weight.T).float().log_softmax(-1)
+        return token_divergences(log_p, log_q, mode).mean()
+
+    return make_step(mode, transform(logps), transform(loss), transform(divergence))
 
 
 compiled = partial(eager, transform=partial(torch.compile, fullgraph=True, dynamic=False))

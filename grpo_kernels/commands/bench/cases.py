@@ -9,10 +9,12 @@ from typing import Any
 
 LENGTH = 1024  # tokens per completion, where the batch is large enough
 GENERATIONS = 4  # completions per prompt, unless a case says otherwise
+DIVERGENCES = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}  # TRL's and Liger's beta
 MODES = {
     "step": "loss, forward and backward, lm_head trained",
     "frozen": "loss, forward and backward, lm_head frozen",
     "forward": "log-probabilities of the sampled ids under no_grad",
+    **dict.fromkeys(DIVERGENCES, "divergence to a teacher's distribution, forward and backward, lm_head trained"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS = {  # (H, V) of the lm_head
@@ -23,6 +25,9 @@ HEADS = {  # (H, V) of the lm_head
     "gemma-2-2b": (2304, 256000),
     "qwen2.5-7b": (3584, 152064),
     "llama-3-8b": (4096, 128256),
+    "qwen3.5": (2048, 248320),
+    "gemma-3": (2560, 262144),
+    "deepseek-v3": (7168, 129280),
     "tiny": (64, 2048),  # of no model: to try the benchmarks themselves
 }
 
@@ -32,7 +37,9 @@ class Case:
     """One measurement: N = `tokens` in N / T completions of T = `length`, `generations` adjacent ones to a prompt.
 
     `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term. `masked_share` of
-    the completions have a sampling mask of `kept_ids` ids for each token; with 0 there is none.
+    the completions have a sampling mask of `kept_ids` ids for each token, on average if `skewed`: the counts are then
+    those of `skewed_counts`. With 0 there is no mask. Ids are uniform in the vocabulary, and the policy's entropy is
+    within 2 nats of the most there is; or the policy's mean entropy is `entropy`, in nats, and ids are its samples.
     """
 
     head: str
@@ -47,6 +54,8 @@ class Case:
     beta: float = 0.04
     kept_ids: int = 0
     masked_share: float = 1.0
+    skewed: bool = False
+    entropy: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.hidden_size, self.vocab_size, self.length, self.generations) < 1:
@@ -64,7 +73,9 @@ class Case:
             parts.append(f"{self.idle_share:.0%} of the prompts without gradient, beta {self.beta:g}")
         if self.kept_ids:
             share = "" if self.masked_share == 1.0 else f" of {self.masked_share:.0%} of the tokens"
-            parts.append(f"{self.kept_ids} ids kept{share}")
+            parts.append(f"{self.kept_ids} ids kept{' on average' * self.skewed}{share}")
+        if self.entropy:
+            parts.append(f"samples of {self.entropy:g} nats")
         return ", ".join(parts)
 
 
@@ -93,11 +104,19 @@ def parse_shape(text: str) -> tuple[str, int, int, int]:
 
 PLAIN = ("ours", "eager")
 BARE = (*PLAIN, "floor")
-RIVALS = (*BARE, "compiled", "trl", "liger", "liger-native", "verl*", "cut-cross-entropy", "quack")
-NEAREST = (*BARE, "compiled", "trl", "liger")
-PEERS = (*BARE, "trl", "liger", "liger-native", "verl", "quack")
+RIVALS = (
+    *BARE, "compiled", "torch*", "trl", "liger", "liger-native", "verl*", "cut-cross-entropy", "quack"
+)  # fmt: skip
+NEAREST = (*BARE, "compiled", "torch*", "trl", "liger")
+TEACHERS = (*BARE, "compiled", "trl", "liger")
+PEERS = (*BARE, "torch*", "trl", "liger", "liger-native", "verl", "quack")
 IDLE = ("ours", "ours-unscored", "floor")
 MASKED = ("ours", "ours-unmasked", "floor")
+SPARSE = ("ours", "ours-2^-*", "floor")
+CHUNKED = ("ours-*-chunks", "ours-float32-sum", "eager", "trl")
+PRECISE = ("ours-1-chunks", "ours-8-chunks", "ours-float32", "eager", "torch-chunked", "trl")
+SEVERAL = ("ours", "ours-teacher*", "ours-logps", "ours-several")
+FINDING = ("ours", "ours-several", "ours-top", "ours-min_p*", "ours-top_*")
 WEIGHED = (*PLAIN, "trl", "liger")
 BOTH = ("float32", "bfloat16")
 
@@ -147,9 +166,9 @@ SETS: dict[str, dict[str, list[Job]]] = {
     "quick": {
         "cpu": [
             # The cheap ones first: products of bfloat16 take minutes on CPUs without instructions for them.
-            *_jobs("smollm2-135m:512", (*BARE, "trl"), dtype="float32"),
-            *_jobs("smollm2-135m:512", (*BARE, "trl"), mode="forward"),
-            *_jobs("smollm2-135m:512", RIVALS, memory=BARE),
+            *_jobs("smollm2-135m:256", (*BARE, "trl"), dtype="float32"),
+            *_jobs("smollm2-135m:256", (*BARE, "trl"), mode="forward"),
+            *_jobs("smollm2-135m:256", RIVALS, memory=BARE),
         ],
         "cuda": [*_jobs("qwen2.5-1.5b:8192", RIVALS, mode=("step", "forward")), *_jobs("llama-3-8b:4096", RIVALS)],
     },
@@ -160,12 +179,14 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs("qwen2.5-0.5b:1024", NEAREST, dtype=BOTH, memory=BARE, length=256),
             *_jobs("qwen2.5-0.5b:4096", PLAIN, rounds=0, memory=PLAIN, length=256),
             *_jobs("llama-3.2-1b:512", NEAREST, dtype=BOTH, length=128),
+            *_jobs(("qwen3.5:256", "gemma-3:256", "deepseek-v3:128"), NEAREST),
         ],
         # A GPU is lent for minutes: the peers first; compiled eager compiles for half of one.
         "cuda": [
             *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
-            *_jobs("llama-3-8b:16384", (*BARE, "ours-*", "trl"), mode="forward"),
+            *_jobs("llama-3-8b:16384", (*BARE, "ours-cuda", "ours-triton", "trl"), mode="forward"),
             *_jobs(_GPU_HEADS[1:], PEERS),
+            *_jobs(("qwen3.5:16384", "gemma-3:16384", "deepseek-v3:16384"), NEAREST),
             *_jobs("qwen2.5-7b:16384", (*BARE, "trl"), mode="frozen"),
             *_jobs("llama-3-8b:16384", MASKED, kept_ids=32),
             *_jobs("65536x3584x151936", (*BARE, "trl"), mode=("step", "frozen")),
@@ -186,9 +207,11 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ]
         for kind in ("cpu", "cuda")
     },
-    # Time against kept ids, half of the tokens masked, scoring only.
+    # Time against kept ids: those that a peer's engine kept, and equally many of each token; half of the tokens masked;
+    # scoring only.
     "masks": {
         kind: [
+            *_jobs(shape, MASKED, memory=MASKED[:2], kept_ids=8, skewed=True, **options),
             *_jobs(shape, MASKED, memory=MASKED[:2], kept_ids=(32, 8, 512), **options),
             *_jobs(shape, MASKED, kept_ids=32, masked_share=0.5, **options),
             *_jobs(shape, MASKED, kept_ids=32, mode="forward", **options),
@@ -212,6 +235,42 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs(_counts("qwen2.5-1.5b", 65536), NEAREST),
             *_lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*WEIGHED, "floor", "verl*")),
         ],
+    },
+    # What a gradient of few entries costs and how far off it is, by the entropy of the policy.
+    "sparse": {
+        "cpu": _jobs("smollm2-135m:2048", SPARSE, memory=SPARSE[:2], dtype=BOTH, length=256, entropy=(1.0, 2.5, 5.0)),
+        "cuda": _jobs(_GPU_HEADS[:2], SPARSE, entropy=(1.0, 2.5, 5.0)),
+    },
+    # What adding up the shares of chunks in 16 bits rounds of the weight's gradient.
+    "dweight": {
+        "cpu": _jobs("smollm2-135m:2048", CHUNKED, length=256, entropy=(1.0, 2.5)),
+        "cuda": _jobs(_GPU_HEADS[:2], CHUNKED, entropy=(1.0, 2.5)),
+    },
+    # Errors against float64, of random ids and of a policy's samples.
+    "precision": {
+        kind: _jobs(heads, PRECISE, entropy=(0.0, 1.0))
+        for kind, heads in (
+            ("cpu", ("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512")),
+            ("cuda", _GPU_HEADS[:3]),
+        )
+    },
+    # The divergence to a teacher's distribution over the whole vocabulary.
+    "teachers": {
+        "cpu": [
+            *_jobs("smollm2-135m:2048", TEACHERS, dtype=BOTH, mode="reverse_kl", memory=TEACHERS),
+            *_jobs("smollm2-135m:2048", TEACHERS, dtype=BOTH, mode=("forward_kl", "jsd")),
+            *_jobs(("qwen2.5-0.5b:1024", "llama-3.2-1b:512"), TEACHERS, dtype=BOTH, mode="reverse_kl"),
+        ],
+        "cuda": _jobs(_GPU_HEADS[:2], TEACHERS, mode=("reverse_kl", "jsd")),
+    },
+    # Several ids per token: a teacher on the policy's likeliest ids beside a step, their log-probabilities with and
+    # without a gradient, and finding those that a sampler would keep beside scoring.
+    "top-k": {
+        kind: [
+            *_jobs(shape, SEVERAL, dtype=dtype, beta=0.0),
+            *_jobs(shape, FINDING, dtype=dtype, mode="forward"),
+        ]
+        for kind, shape, dtype in (("cpu", "smollm2-135m:1024", "float32"), ("cuda", "llama-3-8b:16384", "bfloat16"))
     },
 }
 SETS["targets"] = SETS["heads"]  # its name in committed results

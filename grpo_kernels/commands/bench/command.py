@@ -22,7 +22,8 @@ from .measure import Options, Run, measure, measure_peak_memory, titles
 from .peers import IMPLEMENTATIONS, select
 from .process import NOT_RUN, OnProgress, run_in_subprocess
 
-ROUNDS = {"cpu": 3, "cuda": 15}
+ROUNDS = {"cpu": 5, "cuda": 15}
+LONG_S = 60.0  # for the rounds of one implementation: whoever needs more gets fewer tokens
 SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
 _QUICK_MINUTES = 1.8
 _LATE_S = 8.0  # after the end: for calls that are under way; what is not ready then is stopped
@@ -74,8 +75,9 @@ def bench(arguments: argparse.Namespace) -> int:
     print(headline(here), flush=True)
     if arguments.device == "auto" and device.type == "cpu":
         print("no GPU here, hence no GPU figures: this measures the CPU")
-    for number, job in enumerate(chosen, 1):
-        found = next((case for case in cases if case["case"] == asdict(job.case)), None)
+    planned = len(chosen)
+    for number, job in enumerate(chosen, 1):  # which grows by cases with fewer tokens
+        found = next((case for case in cases if _is_of(case, job)), None)
         if found is None and end - time.time() < _WORTH_STARTING_S:
             document["not_run"].append(str(job.case))
         elif found is None:
@@ -86,11 +88,15 @@ def bench(arguments: argparse.Namespace) -> int:
                 run_in_subprocess, on_progress=_show_progress(title), deadline=end + _LATE_S,
                 silence_s=arguments.silence or SILENCE_S[device.type],
             )  # fmt: skip
-            found = measure_job(job, Options(str(device), rounds, end), run)
+            # Half of its share of the time: as much goes to first calls and exact results.
+            share = (end - time.time()) / (len(chosen) - number + 1) / len(job.against) / 2
+            most = min(LONG_S, share) if number <= planned else math.inf
+            found = measure_job(job, Options(str(device), rounds, end, most), run)
             cases.append(found)
         write(output, document)
         if found is not None:
             print(f"\n{case_table(found)}", flush=True)
+            chosen += with_fewer_tokens(job, found)
     for case in document["not_run"]:
         print(f"not run, out of time: {case}")
     cut = sum(_is_cut(report) for found in cases for report in found["implementations"].values())
@@ -125,6 +131,22 @@ def measure_job(job: Job, options: Options, run: Run) -> Document:
             if "peak_bytes" in report:
                 report["memory_ratio_to_eager"] = report["peak_bytes"] / eager
     return {"case": asdict(job.case), "date": now()} | found
+
+
+def with_fewer_tokens(job: Job, found: Document) -> list[Job]:
+    """Returns the case, if any, for those whose rounds would take too long: shorter completions, beside ours and the
+    products."""
+    slow = {name: one["fewer_tokens"] for name, one in found["implementations"].items() if "fewer_tokens" in one}
+    if not slow:
+        return []
+    tokens, bases = min(slow.values()), [name for name in ("ours", "floor") if name in job.against]
+    case = replace(job.case, tokens=tokens, length=job.case.length * tokens // job.case.tokens)
+    return [Job(case, (*bases, *slow), rounds=job.rounds)]
+
+
+def _is_of(case: Document, job: Job) -> bool:
+    """Whether a measured case is that of a job."""
+    return case["case"] == asdict(job.case) and set(job.against) <= case["implementations"].keys()
 
 
 def has_failed(document: Document) -> bool:
@@ -244,4 +266,7 @@ def _row(name: str, report: dict[str, Any]) -> list[str]:
     for names in (("dhidden", "dweight"), ("logps_max",)):
         found = [errors[quantity] for quantity in names if quantity in errors]
         cells.append(f"{max(found):.1e}" if found else "")
-    return [name, *cells, report.get("missing") or report.get("error") or report.get("memory_error", "")]
+    reasons = [report[key] for key in ("missing", "error", "memory_error") if report.get(key)]
+    if "fewer_tokens" in report:
+        reasons.append(f"with {report['fewer_tokens']} tokens, in a case of their own")
+    return [name, *cells, next(iter(reasons), "")]

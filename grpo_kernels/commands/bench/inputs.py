@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...rewards import group_advantages
 from ...sampling_mask import SamplingMask
-from .cases import Case
+from ...teacher import Teacher
+from .cases import DIVERGENCES, Case
 
 EPSILON = 0.2
+SOME = 128  # tokens, whose logits are in memory at a time
+BROAD = 2.5  # nats
+# Of the ids that an engine keeps with top_p 0.97, as prime-rl's pull request 2979 measured them: mean 8, median 2.
+SINGLE, P99, MOST = 0.47, 82, 512
 # old_logps lie this far from the true log-probabilities: on both sides of the clip range, ln 0.8 = -0.223 and
 # ln 1.2 = 0.182, and at least 0.08 away from its ends, so that rounding flips no token's branch.
 LOG_RATIOS = (-0.45, -0.1, -0.02, 0.02, 0.1, 0.4)
@@ -26,11 +33,12 @@ class Inputs:
     weight: Tensor
     ids: Tensor  # (B, T) int64
     mask: Tensor  # (B, T) int64, all ones
-    old_logps: Tensor | None  # (B, T) float32; None: those of this policy
+    old_logps: Tensor  # (B, T) float32
     ref_logps: Tensor  # (B, T) float32
     advantages: Tensor  # (B,) float32
     beta: float
     sampling_mask: SamplingMask | None = None
+    teacher: Teacher | None = None  # where the mode is a divergence to it
 
     @property
     def flat_hidden(self) -> Tensor:
@@ -51,7 +59,8 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
-    """Random inputs whose logits have standard deviation 2, made in place: no temporary as large as the weight.
+    """Random inputs whose logits have standard deviation 2, or that of the case's entropy; made in place, without a
+    temporary as large as the weight.
 
     old_logps and ref_logps are near those of a uniform policy; `off_policy` puts them near this policy's.
     """
@@ -67,9 +76,13 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     rewards.view(num_prompts, case.generations)[_idle(num_prompts, case.idle_share)] = 0.5
     weight = normal(case.vocab_size, case.hidden_size, dtype=dtype)
     hidden = normal(batch, length, case.hidden_size, dtype=dtype)
-    ids = torch.randint(case.vocab_size, (batch, length), device=device, generator=generator)
-    mask = _sampling_mask(ids, case, generator) if case.kept_ids else None
     weight.mul_(2 / math.sqrt(case.hidden_size))
+    if case.entropy:
+        _sharpen(hidden, weight, case.entropy, generator)
+        ids = _samples(hidden, weight, generator)
+    else:
+        ids = torch.randint(case.vocab_size, (batch, length), device=device, generator=generator)
+    mask = _sampling_mask(ids, case, generator) if case.kept_ids else None
     return Inputs(
         hidden=hidden.requires_grad_(),
         weight=weight.requires_grad_(case.mode != "frozen"),
@@ -80,33 +93,112 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
         advantages=group_advantages(rewards, num_generations=case.generations),
         beta=case.beta,
         sampling_mask=mask,
+        teacher=nearby_teacher(hidden, weight) if case.mode in DIVERGENCES else None,
     )
 
 
+def nearby_teacher(hidden: Tensor, weight: Tensor, **options: Any) -> Teacher:
+    """A teacher of this shape: hidden states and weight with noise of 0.3 of their standard deviation."""
+    generator = torch.Generator(hidden.device).manual_seed(2)
+
+    def near(x: Tensor) -> Tensor:
+        noise = torch.empty_like(x, requires_grad=False).normal_(generator=generator)
+        return noise.mul_(0.3 * x.detach().std()).add_(x.detach())
+
+    return Teacher(near(hidden), near(weight), **options)
+
+
+def _sharpen(hidden: Tensor, weight: Tensor, entropy: float, generator: torch.Generator) -> None:
+    """Gives the policy this mean entropy, in nats, in place: larger logits, down to BROAD nats, where a few of so many
+    ids begin to prevail; below that hidden states that are more or less near the row of an id, as a model's are."""
+    some = hidden.flatten(0, 1)[:SOME]
+    logits = (some @ weight.T).float()
+    weight.mul_(_solve(lambda x: x * logits, max(entropy, BROAD)))
+    if entropy < BROAD:
+        ids = torch.randint(len(weight), hidden.shape[:2], device=hidden.device, generator=generator)
+        nearness = torch.rand(*ids.shape, 1, device=hidden.device, generator=generator)
+        towards = weight[ids] * nearness.to(weight.dtype)
+        logits, more = ((x @ weight.T).float() for x in (some, towards.flatten(0, 1)[:SOME]))
+        hidden.add_(towards, alpha=_solve(lambda x: logits + x * more, entropy))
+
+
+def _solve(logits_at: Callable[[float], Tensor], entropy: float) -> float:
+    """x with this mean entropy of `logits_at(x)`, which falls with x."""
+    low, high = 0.0, 64.0
+    for _ in range(20):
+        x = (low + high) / 2
+        log_p = logits_at(x).log_softmax(-1)
+        low, high = (low, x) if -(log_p.exp() * log_p).sum(-1).mean() < entropy else (x, high)
+    return high
+
+
+def _samples(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
+    """(B, T) int64 ids that the policy samples; a few rows of logits at a time."""
+    rows = hidden.flatten(0, 1).split(SOME)
+    drawn = [torch.multinomial((h @ weight.T).float().softmax(-1), 1, generator=generator) for h in rows]
+    return torch.cat(drawn).view(hidden.shape[:2])
+
+
 def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> SamplingMask:
-    """The sampled id and others of the whole vocabulary: one of each of `kept_ids` equal parts of it, so that they
-    ascend and no two are equal. Completions with and without a mask are spread over the batch."""
-    count, vocab = case.kept_ids, case.vocab_size
-    bounds = torch.arange(count + 1, device=ids.device) * vocab // count
-    first, size = bounds[:-1], bounds.diff()
-    shares = torch.rand(*ids.shape, count, device=ids.device, generator=generator)
-    kept = first + (shares * size).long().clamp(max=size - 1)
-    part = torch.searchsorted(bounds, ids, right=True) - 1
-    kept.scatter_(-1, part[..., None], ids[..., None])
-    rows = torch.arange(len(ids), device=ids.device)
-    masked = (rows + 1) * case.masked_share // 1 > rows * case.masked_share // 1
-    counts = torch.where(masked[:, None], count, 0).expand(ids.shape)
-    return SamplingMask(kept[masked].flatten().to(torch.int32), counts.to(torch.int32).contiguous())
+    """The sampled id and others of the whole vocabulary: one of each of as many equal parts of it as ids are kept, so
+    that they ascend and no two are equal. Completions with and without a mask are spread over the batch."""
+    vocab, rows = case.vocab_size, torch.arange(len(ids), device=ids.device)
+    if case.skewed:
+        order = torch.randperm(ids.numel(), device=ids.device, generator=generator)
+        counts = skewed_counts(ids.numel(), case.kept_ids).to(ids.device)[order].view(ids.shape)
+    else:
+        counts = torch.full_like(ids, case.kept_ids)
+    counts[(rows + 1) * case.masked_share // 1 == rows * case.masked_share // 1] = 0
+    each = counts.flatten()
+    count, begin = each.repeat_interleave(each), each.cumsum(0) - each
+    part = torch.arange(len(count), device=ids.device) - begin.repeat_interleave(each)
+    first, end = part * vocab // count, (part + 1) * vocab // count
+    shares = torch.rand(len(count), device=ids.device, generator=generator)
+    kept = first + (shares * (end - first)).long().clamp(max=end - first - 1)
+    masked = each > 0
+    sampled = ids.flatten()[masked]
+    kept[begin[masked] + ((sampled + 1) * each[masked] - 1) // vocab] = sampled
+    return SamplingMask(kept.to(torch.int32), counts.to(torch.int32))
 
 
-def token_losses(logps: Tensor, old_logps: Tensor | None, ref_logps: Tensor, advantages: Tensor, beta: float) -> Tensor:
+def skewed_counts(tokens: int, mean: int) -> Tensor:
+    """(tokens,) int64, ascending, with this mean: how many ids top-p keeps of a token. The share SINGLE of the tokens
+    has one, the median is 2 and the 99th percentile P99; from there they rise to MOST."""
+    place = (torch.arange(tokens, dtype=torch.float64) + 0.5) / tokens
+    p99 = place[math.ceil(0.99 * tokens) - 1].item()
+    middle, top = ((place - a).clamp(0, b - a) / (b - a) for a, b in ((SINGLE, p99), (p99, 1.0)))
+
+    def counts(power: float) -> Tensor:
+        found = (2 * (P99 / 2) ** middle**power * (MOST / P99) ** top).round().long()
+        return torch.where(place < SINGLE, 1, found)
+
+    low, high = 0.1, 100.0  # the higher the power, the fewer ids
+    for _ in range(50):
+        power = (low + high) / 2
+        low, high = (power, high) if counts(power).sum() > mean * tokens else (low, power)
+    found = counts(high)
+    found[-1] += mean * tokens - found.sum()
+    return found
+
+
+def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages: Tensor, beta: float) -> Tensor:
     """GRPO's loss per token, `advantages` broadcast to it: clipped surrogate + beta * k3, as trainers write it."""
-    ratio = torch.exp(logps - (logps.detach() if old_logps is None else old_logps))
+    ratio = torch.exp(logps - old_logps)
     clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
     loss = -torch.min(ratio * advantages, clipped * advantages)
     if beta != 0.0:
         loss = loss + beta * (torch.exp(ref_logps - logps) - (ref_logps - logps) - 1)
     return loss
+
+
+def token_divergences(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
+    """Of policy p and teacher q, per token, from log-probabilities of all ids."""
+    if divergence == "reverse_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    if divergence == "forward_kl":
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return 0.5 * (log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)).sum(-1)
 
 
 def grpo_objective(logps: Tensor, inputs: Inputs) -> Tensor:

@@ -1,7 +1,7 @@
 """One case: every implementation is checked and timed once, then all in interleaved rounds; memory.
 
-Rounds go A B C, B C A, C A B, ...: a slow minute of the machine hits everybody alike. They replace the first times as
-far as the time allows.
+Rounds go A B C, B C A, C A B, ...: a slow minute of the machine hits everybody alike. A time is the median of LEAST or
+more of them: whose rounds would take too long is measured with fewer tokens, in a case of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,12 +29,12 @@ from .reference import Reference, errors, off_policy, reference, why_wrong
 
 Found = dict[str, dict[str, Any]]
 Run = Callable[..., Any]  # run_in_subprocess, told about progress and silence
-SHORT_S = 1.0  # of a call: repeated whoever makes it
-FAR = 1.5  # times the fastest
-BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
+LEAST = 5  # rounds, where as many are asked for
+FEWEST = 8  # an eighth of the tokens: with still fewer it is the weight that takes the time
 # Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
 WITHOUT_MEMORY = ("floor", "compiled")
-_RESULT = {"seconds", "error", "missing"}  # one of them is in the report of an implementation that had its turn
+# One of them is in the report of an implementation that had its turn.
+_RESULT = {"seconds", "error", "missing", "fewer_tokens"}
 CPU = torch.device("cpu")
 
 
@@ -42,6 +42,7 @@ class Options(NamedTuple):
     device: str
     rounds: int
     deadline: float  # as time.time() counts
+    most_s: float = math.inf  # for the rounds of one implementation
 
 
 def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_in_subprocess) -> dict[str, Any]:
@@ -54,7 +55,8 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
     found, is_over = titles(names), False
     lost: Found = {}
     while not is_over:
-        remaining = sorted((name for name in names if name not in lost), key=lambda name: "seconds" in found[name])
+        remaining = [name for name in names if name not in lost and "fewer_tokens" not in found[name]]
+        remaining.sort(key=lambda name: "seconds" in found[name])
         try:
             reports, why = run(_measure, case, remaining, options, time.time()), NOT_RUN
         except Died as death:
@@ -70,6 +72,8 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
         is_over = why == NOT_RUN or (has_all and why.startswith(NOT_RUN))
     found |= lost
     for report in found.values():
+        if len(report.get("seconds", {}).get("times", ())) < min(LEAST, options.rounds):
+            report.pop("seconds", None)
         if not _RESULT & report.keys():
             report["error"] = NOT_RUN
     _add_ratios(found)
@@ -93,7 +97,8 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
         if objective not in exact:
             on_progress("reference")
             exact[objective] = reference(inputs, case.mode, objective)
-        if (left := options.deadline - time.time()) < 0:
+        rounds = min(LEAST, options.rounds) * sum(found[one]["seconds"]["median"] for one in ready)
+        if (left := options.deadline - rounds - time.time()) < 0:
             break
         set_up = set_up or time.time() - begin
         on_progress(name)
@@ -104,8 +109,14 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
         try:
             step, report = prepare(name, inputs, case.mode, exact[objective], device)
             if step is not None:
-                ready[name] = functools.partial(step, inputs)
-                report |= _timed([seconds(ready[name], device)])
+                call = functools.partial(step, inputs)
+                once = seconds(call, device)
+                divisor = _divisor(case, options.rounds * once / max(options.most_s, 1e-9))
+                if divisor == 1:
+                    ready[name] = call
+                    report |= _timed([once])
+                else:
+                    report |= {"fewer_tokens": case.tokens // divisor} if divisor else {"error": NOT_RUN}
         except Exception as error:  # of an implementation: a result
             report = {"error": _survivable(error)}
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -115,11 +126,17 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
     gc.collect()
     gc.freeze()  # what lives now is not looked at before each call
 
-    if time.time() < options.deadline:
-        for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress):
-            found[name] |= _timed(times)
-            on_progress(name, found)
+    for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress):
+        found[name] |= _timed(times)
+        on_progress(name, found)
     return found
+
+
+def _divisor(case: Case, excess: float) -> int:
+    """Of the tokens, so that a measurement that takes `excess` times as long as it may can be made; 0: none that leaves
+    enough to compare."""
+    fitting = (d for d in range(1, FEWEST + 1) if case.length % d == 0 and d >= excess)
+    return next(fitting, 0)
 
 
 def _timed(times: list[float]) -> dict[str, Any]:
@@ -139,22 +156,14 @@ def interleave(
     device: torch.device,
     deadline: float = math.inf,
     on_progress: OnProgress = lambda text: None,
-    bases: Collection[str] = BASES,
 ) -> Iterator[tuple[str, list[float]]]:
-    """Yields after each call whose it was and its times so far: `rounds` of every step, in turn; at least one where the
-    deadline comes first.
-
-    Who takes seconds and FAR times as long as the fastest is left at one round, unless others are divided by it
-    (`bases`): whether it is 3.1 or 3.2 times is not worth the minutes. Each step has to have run before.
-    """
+    """Yields after each call whose it was and its times so far: `rounds` of every step, in turn; LEAST of them where
+    the deadline comes first. Each step has to have run before."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     for number in range(rounds):
-        if number and time.time() > deadline:
+        if number >= LEAST and time.time() > deadline:
             break
-        if number == 1:
-            enough = max(SHORT_S, FAR * min(taken[0] for taken in times.values()))
-            order = [name for name in order if name in bases or times[name][0] <= enough]
         for name in order:
             on_progress(name)
             if device.type == "cuda":  # whose clock follows the power that the work before took: let it be this work
@@ -194,8 +203,11 @@ def prepare(
     report: dict[str, Any] = {"errors": None, "first_call_seconds": time.perf_counter() - start}
     if exact is not None:
         report["errors"] = errors(exact, result)
-        if wrong := why_wrong(exact, result, report["errors"], inputs.hidden.dtype):
+        wrong = why_wrong(exact, result, report["errors"], inputs.hidden.dtype)
+        if wrong and not IMPLEMENTATIONS[name].estimate:
             return None, report | {"error": f"wrong result: {wrong}"}
+    if result.metrics:
+        report["metrics"] = {key: value.item() for key, value in result.metrics.items()}
     del result
     if device.type == "cuda":
         report |= peak_of_call(step, inputs, device)

@@ -1,4 +1,5 @@
-"""The table of implementations; the peers TRL, Liger and verl, and yardsticks that need the same matrix products.
+"""The table of implementations; the peers torch, torchtitan, TRL, Liger and verl, and yardsticks that need the same
+matrix products.
 
 GRPO's objective stands on top of those that give log-probabilities. The yardsticks are fused plain cross-entropy, and
 give the mean of -logp. To add one: a function of inputs and mode, and its entry in IMPLEMENTATIONS.
@@ -8,22 +9,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ...kernels import registered_backends
 from . import baselines
-from .baselines import Step, Unsupported, make_step, ours
-from .inputs import EPSILON, Inputs
+from .baselines import Implementation, Result, Step, Unsupported, make_step
+from .cases import DIVERGENCES
+from .inputs import EPSILON, Inputs, token_losses
+from .ours import OURS
 
+_TORCH_CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
+_TITAN_CHUNKS = 8  # its default
 _LIGER_CHUNK_TOKENS = 4096  # at most
 _VERL_TILE = 128  # the Triton kernels assume that it divides the hidden size
 _QUACK_ALIGNMENT = 8  # of the sizes, for its products in chunks
@@ -72,8 +78,66 @@ def _load_verl(name: str) -> ModuleType:
             del sys.modules[package]
 
 
+def torch_head(inputs: Inputs, mode: str, chunked: bool) -> Step:
+    """`linear_cross_entropy` without a reduction: the whole logits, in the inputs' type; or with its option in chunks,
+    in whose backward they are computed again. The chunks that it chooses by itself have 32 tokens or fewer, which takes
+    several times as long on a CPU."""
+    function = getattr(functional, "linear_cross_entropy", None)
+    if function is None:
+        raise Unsupported(f"torch {torch.__version__} has no linear_cross_entropy, 2.13 has")
+    options = {}
+    if chunked:
+        size = _TORCH_CHUNK_TOKENS[inputs.hidden.device.type]
+        options["options"] = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=size, chunking_method=None)
+
+    def logps(inputs: Inputs) -> Tensor:
+        found = function(inputs.flat_hidden, inputs.weight, inputs.ids.view(-1), reduction="none", **options)
+        return -found.view(inputs.ids.shape).float()
+
+    return make_step(mode, logps)
+
+
+def torchtitan(inputs: Inputs, mode: str) -> Step:
+    """The form of its ChunkedLossWrapper, without the package: chunks of hidden states, each cut off from what comes
+    before, a compiled loss of its logits, and its backward at once; gradients of hidden states go into a float32
+    buffer, those of the head are added up by autograd."""
+    if mode in DIVERGENCES:
+        raise Unsupported("has no divergence to a teacher's distribution")
+
+    has_gradient, size = mode != "forward", math.ceil(inputs.ids.numel() / _TITAN_CHUNKS)
+
+    @partial(torch.compile, dynamic=False)
+    def loss_of(logits: Tensor, ids: Tensor, share: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        logps = -functional.cross_entropy(logits.float(), ids, reduction="none")
+        old_logps, ref_logps, advantages = others
+        return (token_losses(logps, old_logps, ref_logps, advantages, inputs.beta) * share).sum(), logps.detach()
+
+    def step(inputs: Inputs) -> Result:
+        hidden, weight = inputs.flat_hidden.detach(), inputs.weight.detach().requires_grad_(mode == "step")
+        share = inputs.mask / inputs.mask.sum(-1, keepdim=True) / len(inputs.mask)
+        per_token = inputs.ids, share, inputs.old_logps, inputs.ref_logps, inputs.advantages[:, None].expand_as(share)
+        given = [x.flatten() for x in per_token]
+        dhidden, found = torch.zeros_like(hidden, dtype=torch.float32), []
+        for begin in range(0, len(hidden), size):
+            rows = slice(begin, begin + size)
+            part = hidden[rows].detach().requires_grad_(has_gradient)
+            with torch.set_grad_enabled(has_gradient):
+                loss, logps = loss_of(functional.linear(part, weight), *(x[rows] for x in given))
+            if has_gradient:
+                loss.backward()
+                assert part.grad is not None
+                dhidden[rows] = part.grad
+            found.append((loss.detach(), logps))
+        losses, logps = zip(*found, strict=True)
+        total, all_logps = torch.stack(losses).sum(), torch.cat(logps).view(inputs.ids.shape)
+        return Result(total, all_logps, dhidden.to(hidden.dtype), weight.grad)
+
+    return step
+
+
 def trl(inputs: Inputs, mode: str) -> Step:
-    """The head of its GRPOTrainer, with its own chunk (ids per tile), which no option changes.
+    """The head of its GRPOTrainer, with its own chunk (ids per tile), which no option changes; for a divergence the
+    function of its DistillationTrainer.
 
     Entropies come along in training, as in the trainer; its reference model has log-probabilities only.
     """
@@ -88,13 +152,31 @@ def trl(inputs: Inputs, mode: str) -> Step:
         )
         return found.view(inputs.ids.shape)
 
-    return make_step(mode, logps)
+    if mode not in DIVERGENCES:
+        return make_step(mode, logps)
+    function = load("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+
+    def divergence(inputs: Inputs) -> Tensor:
+        hidden, weight = _teacher(inputs)
+        found: Tensor = function.apply(
+            inputs.flat_hidden, inputs.weight, None, hidden, weight, None, DIVERGENCES[mode]
+        )[0]
+        return found.mean()
+
+    return make_step(mode, logps, divergence=divergence)
+
+
+def _teacher(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Hidden states (N, H) and weight."""
+    assert inputs.teacher is not None
+    return inputs.teacher.hidden.flatten(0, 1), inputs.teacher.weight
 
 
 def liger(inputs: Inputs, mode: str) -> Step:
     """Compiled, as is the default, in chunks of up to 4,096 tokens: faster than its default of one completion.
 
-    Log-probabilities are those that the loss computes for a reference model.
+    Log-probabilities are those that the loss computes for a reference model; for a divergence its loss for
+    distillation, by default in chunks of 1,024 tokens.
     """
     module = load("liger_kernel.chunked_loss.grpo_loss")
 
@@ -104,18 +186,23 @@ def liger(inputs: Inputs, mode: str) -> Step:
 
     if mode == "forward":
         return make_step(mode, logps)
+    if mode in DIVERGENCES:
+        jsd = load("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(0.0, 1.0, DIVERGENCES[mode])
+        return make_step(
+            mode, logps, divergence=lambda x: jsd(x.flat_hidden, x.weight, *_teacher(x), x.ids.view(-1))
+        )  # fmt: skip
     batch, length = inputs.ids.shape
     module_loss = module.LigerFusedLinearGRPOLoss(
         chunk_size=max(1, min(batch, _LIGER_CHUNK_TOKENS // length)), beta=inputs.beta,
         use_ref_model=inputs.beta != 0.0, loss_type="grpo", epsilon_low=EPSILON, epsilon_high=EPSILON,
     )  # fmt: skip
 
-    def loss(inputs: Inputs) -> tuple[Tensor, None]:
+    def loss(inputs: Inputs) -> Result:
         value, _ = module_loss(
             inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages,
             ref_per_token_logps=inputs.ref_logps if inputs.beta else None, old_per_token_logps=inputs.old_logps,
         )  # fmt: skip
-        return value, None
+        return Result(value)
 
     return make_step(mode, logps, loss)
 
@@ -164,9 +251,8 @@ def _cross_entropy(function: Callable[..., Tensor], mode: str, **options: Any) -
         flat = inputs.flat_hidden.detach(), inputs.weight.detach(), inputs.ids.view(-1)
         return -function(*flat, reduction="none", **options).view(inputs.ids.shape)
 
-    def loss(inputs: Inputs) -> tuple[Tensor, None]:
-        flat = inputs.flat_hidden, inputs.weight, inputs.ids.view(-1)
-        return function(*flat, reduction="mean", **options), None
+    def loss(inputs: Inputs) -> Result:
+        return Result(function(inputs.flat_hidden, inputs.weight, inputs.ids.view(-1), reduction="mean", **options))
 
     return make_step(mode, logps, loss)
 
@@ -197,29 +283,12 @@ def quack(inputs: Inputs, mode: str) -> Step:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-class Implementation(NamedTuple):
-    """One way to compute a case.
-
-    `make_step(inputs, mode)` gives the function that is timed, or raises `Unsupported`. `objective` is what its results
-    are checked against: "grpo"; "cross_entropy", mean -logp, a yardstick that does the same matrix products; or "none",
-    which is not checked.
-    """
-
-    title: str
-    make_step: Callable[[Inputs, str], Step]
-    objective: str = "grpo"
-
-
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "ours": Implementation("ours", ours),
-    "ours-unmasked": Implementation("ours without the sampling mask", baselines.ours_unmasked, "none"),
-    "ours-unscored": Implementation("ours, score_inactive=False", partial(ours, score_inactive=False)),
-    # The probabilities of these inputs are all below 1/64, so that 64 entries of a token are left: no gradient to
-    # compare with a bound for rounding.
-    "ours-sparse": Implementation("ours, sparse_backward=1/64", partial(ours, sparse_backward=1 / 64), "none"),
-    **{f"ours-{n}": Implementation(f"ours, backend {n}", partial(ours, backend=n)) for n in registered_backends()},
+    **OURS,
     "floor": Implementation("bare matrix products", baselines.floor, "none"),
     "eager": Implementation("eager PyTorch", baselines.eager),
+    "torch": Implementation("torch's linear_cross_entropy", partial(torch_head, chunked=False)),
+    "torch-chunked": Implementation("torch's linear_cross_entropy, in chunks", partial(torch_head, chunked=True)),
     "trl": Implementation("TRL", trl),
     "liger": Implementation("Liger", liger),
     "liger-native": Implementation("Liger, CuTe kernels for Hopper", liger_native),
@@ -227,7 +296,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "verl-torch": Implementation("verl, torch in chunks", verl_torch),
     "cut-cross-entropy": Implementation("Cut Cross-Entropy (plain cross-entropy)", cut_cross_entropy, "cross_entropy"),
     "quack": Implementation("QuACK (plain cross-entropy)", quack, "cross_entropy"),
-    "compiled": Implementation("compiled eager", baselines.compiled),  # whose first call may take a minute
+    # Those whose first call may take a minute come last.
+    "torchtitan": Implementation("torchtitan's chunked loss", torchtitan),
+    "compiled": Implementation("compiled eager", baselines.compiled),
 }
 
 

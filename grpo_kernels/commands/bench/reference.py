@@ -10,13 +10,16 @@ from torch import Tensor
 
 from ..check import relative_error
 from .baselines import Result
-from .inputs import LOG_RATIOS, Inputs, token_losses
+from .cases import DIVERGENCES
+from .inputs import LOG_RATIOS, Inputs, token_divergences, token_losses
 
 _LOGITS = 2**26  # float64 logits at a time, 0.5 GiB, which autograd holds a few times over
-# Relative errors beyond these are no rounding. Rounding the logits to bfloat16 alone costs about 1.5e-2.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# Of a log-probability, in nats: logits of standard deviation 2 rounded to bfloat16 are off by up to 2**-6 at 4 to 8.
-LOGP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 1e-2}
+_IDS = 2**14  # whose weights are in float64 at a time
+# Relative errors beyond these are no rounding. Rounding the logits to bfloat16 alone costs about 1.5e-2, and 4e-2 where
+# a policy's samples are likely.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+# Of a log-probability, in nats: logits rounded to bfloat16 are off by up to 2**-6 at 4 to 8, by 2**-4 at 16 to 32.
+LOGP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-1, torch.float16: 2e-2}
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Reference:
 def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
     """The same batch a little off-policy, its true log-probabilities from float32, since near is enough."""
     weight, hidden = inputs.weight.detach().float(), inputs.flat_hidden.detach()
-    parts = [_logps(hidden[rows].float() @ weight.T, inputs, rows) for rows in _chunks(inputs)]
+    parts = [_log_p(hidden[rows].float() @ weight.T, inputs, rows)[1] for rows in _chunks(inputs)]
     logps, generator = torch.cat(parts).view(inputs.ids.shape), torch.Generator().manual_seed(seed)
     which = torch.randint(len(LOG_RATIOS), logps.shape, generator=generator)
     log_ratio = torch.tensor(LOG_RATIOS, dtype=logps.dtype)[which].to(logps.device)
@@ -47,22 +50,23 @@ def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
 def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
     """One pass over chunks of rows: with all masks one, a token's share of the loss depends on no other token.
 
-    `objective`: "grpo", or "cross_entropy", the mean of -logp.
+    `objective`: "grpo", or "cross_entropy", the mean of -logp; neither counts where the mode is a divergence.
     """
-    weight, hidden, count = inputs.weight.detach().double(), inputs.flat_hidden.detach(), inputs.ids.numel()
-    old = None if inputs.old_logps is None else inputs.old_logps.reshape(-1).double()
-    ref = inputs.ref_logps.reshape(-1).double()
+    weight, hidden, count = inputs.weight.detach(), inputs.flat_hidden.detach(), inputs.ids.numel()
+    old, ref = (x.reshape(-1).double() for x in (inputs.old_logps, inputs.ref_logps))
     advantages = inputs.advantages.repeat_interleave(inputs.ids.shape[1]).double()
     loss = scale = 0.0
     all_logps, dhidden = [], []
-    dweight = torch.zeros_like(weight) if mode == "step" else None
+    dweight = None if mode in ("forward", "frozen") else torch.zeros_like(weight, dtype=torch.float64)
     for rows in _chunks(inputs):
         h = hidden[rows].double()
-        logits = (h @ weight.T).requires_grad_(mode != "forward")
-        logps = _logps(logits, inputs, rows)
+        logits = _logits(h, weight).requires_grad_(mode != "forward")
+        log_p, logps = _log_p(logits, inputs, rows)
         all_logps.append(logps.detach())
-        if objective == "grpo":
-            losses = token_losses(logps, None if old is None else old[rows], ref[rows], advantages[rows], inputs.beta)
+        if mode in DIVERGENCES:
+            losses = token_divergences(log_p, _log_q(inputs, rows), mode)
+        elif objective == "grpo":
+            losses = token_losses(logps, old[rows], ref[rows], advantages[rows], inputs.beta)
         else:
             losses = -logps
         loss += losses.sum().item() / count
@@ -70,7 +74,7 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
         if mode == "forward":
             continue
         (dlogits,) = torch.autograd.grad(losses.sum() / count, logits)
-        dhidden.append(dlogits @ weight)
+        dhidden.append(sum(d @ w.double() for d, w in zip(dlogits.split(_IDS, -1), weight.split(_IDS), strict=True)))
         if dweight is not None:
             dweight.addmm_(dlogits.T, h)
     logps = torch.cat(all_logps).view(inputs.ids.shape)
@@ -115,8 +119,19 @@ def _chunks(inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.split(tokens, max(1, _LOGITS // len(inputs.weight)))
 
 
-def _logps(logits: Tensor, inputs: Inputs, rows: Tensor) -> Tensor:
-    """Log-probabilities of the sampled ids of `rows`, among those that a sampling mask leaves in."""
+def _log_p(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of all ids at `rows`, -inf where a sampling mask leaves them out, and of the sampled ids."""
     out = inputs.masked_out(rows)
     log_p = (logits if out is None else logits.masked_fill(out, -math.inf)).log_softmax(-1)
-    return log_p.gather(-1, inputs.ids.view(-1)[rows, None]).squeeze(-1)
+    return log_p, log_p.gather(-1, inputs.ids.view(-1)[rows, None]).squeeze(-1)
+
+
+def _log_q(inputs: Inputs, rows: Tensor) -> Tensor:
+    """Log-probabilities of all ids at `rows` that the teacher gives."""
+    assert inputs.teacher is not None
+    return _logits(inputs.teacher.hidden.flatten(0, 1)[rows].double(), inputs.teacher.weight).log_softmax(-1)
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """float64, without the whole weight in it."""
+    return torch.cat([hidden @ part.double().T for part in weight.split(_IDS)], -1)

@@ -1,0 +1,138 @@
+"""This library: the default, and what of it is compared with the default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ... import GRPOConfig, fused_distillation_loss, fused_grpo_loss, fused_logps, fused_top_k, sampling_support
+from ...kernels import get_backend, registered_backends, unavailable_reason
+from ...names import DIVERGENCES, Divergence
+from .baselines import Implementation, Result, Step, Unsupported, make_step
+from .inputs import EPSILON, Inputs, nearby_teacher
+
+IDS = 100  # per token, where there are more than the sampled one
+SUPPORTS: dict[str, dict[str, Any]] = {
+    "min_p-0.05": dict(min_p=0.05), "top_k-50": dict(top_k=50), "top_p-0.9": dict(top_p=0.9),
+    "top_k-50-top_p-0.9": dict(top_k=50, top_p=0.9),
+}  # fmt: skip
+
+
+def ours(
+    inputs: Inputs,
+    mode: str,
+    backend: str = "auto",
+    chunks: int | None = None,
+    teacher: dict[str, Any] | None = None,
+    **options: Any,
+) -> Step:
+    """`chunks` of equally many tokens, a `teacher` beside the loss, given by its options, and `options` of the
+    configuration: these make a difference to the loss and its gradient only."""
+    if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
+        raise Unsupported(reason)
+    if backend != "auto" and mode in DIVERGENCES and not get_backend(backend).takes_teachers:
+        raise Unsupported("has no kernels for a teacher")
+    if (options or chunks or teacher is not None) and mode not in ("step", "frozen"):
+        raise Unsupported("differs from ours in the loss of a step only")
+    if chunks:
+        options["chunk_rows"] = math.ceil(inputs.ids.numel() / chunks)
+    if teacher is not None:
+        options["distill_coef"] = 0.5
+    beside = None if teacher is None else nearby_teacher(inputs.hidden, inputs.weight, **teacher)
+    config = GRPOConfig(aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON, **options)
+
+    def loss(inputs: Inputs) -> Result:
+        output = fused_grpo_loss(
+            inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
+            ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
+            advantages=inputs.advantages, config=config, backend=backend, teacher=beside,
+        )  # fmt: skip
+        metrics = {name: value for name, value in output.metrics.items() if name.startswith("sparse/")}
+        return Result(output.loss, output.logps if config.score_inactive else None, metrics=metrics)
+
+    def divergence(inputs: Inputs) -> Tensor:
+        assert inputs.teacher is not None
+        return fused_distillation_loss(
+            inputs.hidden, inputs.weight, inputs.teacher, completion_mask=inputs.mask, backend=backend,
+            divergence=cast(Divergence, mode),
+        ).loss  # fmt: skip
+
+    return make_step(mode, partial(_logps, backend=backend), loss, divergence)
+
+
+def _logps(inputs: Inputs, backend: str = "auto") -> Tensor:
+    return fused_logps(
+        inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, sampling_mask=inputs.sampling_mask,
+        backend=backend,
+    )[0]  # fmt: skip
+
+
+def logps_alone(inputs: Inputs, mode: str) -> Step:
+    """`fused_logps`, whose backward computes the logits again, under the objective in plain torch."""
+    return make_step(mode, _logps)
+
+
+def several(inputs: Inputs, mode: str) -> Step:
+    """Log-probabilities of IDS ids per token, of which the objective takes the first."""
+    generator = torch.Generator(inputs.ids.device).manual_seed(3)
+    others = torch.randint(len(inputs.weight), (*inputs.ids.shape, IDS), device=inputs.ids.device, generator=generator)
+    ids = torch.cat([inputs.ids[..., None], others[..., 1:]], -1)
+    return make_step(mode, lambda inputs: fused_logps(inputs.hidden, inputs.weight, ids)[0][..., 0])
+
+
+def scoring(inputs: Inputs, mode: str, find: Callable[[Tensor, Tensor, Tensor], Any]) -> Step:
+    """Without a gradient, from hidden states, weight and ids."""
+    if mode != "forward":
+        raise Unsupported("has no gradient")
+
+    def step(inputs: Inputs) -> Result:
+        find(inputs.hidden.detach(), inputs.weight.detach(), inputs.ids)
+        return Result()
+
+    return step
+
+
+def unmasked(inputs: Inputs, mode: str) -> Step:
+    step = ours(inputs, mode)
+    return lambda inputs: step(replace(inputs, sampling_mask=None))
+
+
+def _table() -> dict[str, Implementation]:
+    """In the order in which they are shown."""
+    table = {
+        "ours": Implementation("ours", ours),
+        "ours-unmasked": Implementation("ours without the sampling mask", unmasked, "none"),
+        "ours-unscored": Implementation("ours, score_inactive=False", partial(ours, score_inactive=False)),
+        "ours-float32": Implementation("ours, logits_dtype=float32", partial(ours, logits_dtype=torch.float32)),
+    }
+    # Where ids are uniform all probabilities are below 1/64: 64 entries of a token are left.
+    for name, title, theta in ("sparse", "1/64", 2**-6), *((f"2^-{k}", f"2^-{k}", 2**-k) for k in (8, 10, 12, 14, 16)):
+        step = partial(ours, sparse_backward=theta)
+        table[f"ours-{name}"] = Implementation(f"ours, sparse_backward={title}", step, estimate=True)
+    for chunks in (1, 2, 4, 8, 16, 32):
+        table[f"ours-{chunks}-chunks"] = Implementation(f"ours, chunks: {chunks}", partial(ours, chunks=chunks))
+    step = partial(ours, chunks=8, dweight_sum="float32")
+    table["ours-float32-sum"] = Implementation("ours, chunks: 8, dweight_sum=float32", step)
+    for mode in "renormalize", "truncate", "tail":
+        step = partial(ours, teacher={"top_k": IDS, "mode": mode})
+        table[f"ours-teacher-{mode}"] = Implementation(f"ours, a teacher on {IDS} ids, {mode}", step, "none")
+    table["ours-teacher"] = Implementation("ours, a teacher on all ids", partial(ours, teacher={}), "none")
+    table["ours-logps"] = Implementation("ours, fused_logps", logps_alone)
+    table["ours-several"] = Implementation(f"ours, fused_logps of {IDS} ids", several)
+    step = partial(scoring, find=lambda hidden, weight, ids: fused_top_k(hidden, weight, IDS))
+    table["ours-top"] = Implementation(f"ours, fused_top_k of {IDS}", step, "none")
+    for name, rule in SUPPORTS.items():
+        step = partial(scoring, find=partial(sampling_support, **rule))
+        table[f"ours-{name}"] = Implementation(f"ours, sampling_support {name}", step, "none")
+    for backend in registered_backends():
+        table[f"ours-{backend}"] = Implementation(f"ours, backend {backend}", partial(ours, backend=backend))
+    return table
+
+
+OURS = _table()
