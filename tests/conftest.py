@@ -30,15 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def run_gpu_backends_on_cpu() -> None:
-    """Triton in its interpreter, CUDA emulated; in this process."""
+    """Triton in its interpreter, CUDA emulated; in this process, which as a fork may have both already."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before anything imports one
+    from grpo_kernels import kernels as backends
+
+    entry = backends._REGISTRY["cuda"]
+    if entry.load is load_emulated_cuda:
+        return
     import triton_interpreter
 
     triton_interpreter.install()
     triton_interpreter.serve("grpo_kernels")
-    from grpo_kernels import kernels as backends
-
-    entry = backends._REGISTRY["cuda"]
     backends._REGISTRY["cuda"] = entry._replace(load=load_emulated_cuda, devices=("cpu",))
 
 

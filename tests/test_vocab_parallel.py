@@ -58,8 +58,11 @@ BACKENDS = ("cpu", "torch")
 
 
 def run_ranks(work, ranks: int, folder: Path) -> None:
-    """work(rank, group) in `ranks` processes."""
-    torch.multiprocessing.spawn(_rank, (ranks, str(folder / "store"), work), nprocs=ranks)
+    """work(rank, group) in `ranks` processes: forked, since imports take seconds; where there is a GPU autograd has
+    threads, which a fork has none of."""
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    given = ranks, str(folder / "store"), work
+    torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method=method)
 
 
 def _rank(rank: int, ranks: int, store: str, work) -> None:
