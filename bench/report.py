@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from chart import chart
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from quotes import differences, filled, generations, text_of, unquoted
@@ -46,6 +47,8 @@ CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
 }
+# On the front page: a step in bfloat16 with the head of a model.
+CHART = {"gpu-h200.json": ("llama-3-8b", "Llama-3-8B"), "cpu.json": ("smollm2-135m", "SmolLM2-135M")}
 DRAWN = {"cpu.json": "time", "cpu-sweeps.json": "memory", "gpu-h200.json": "time"}
 
 
@@ -54,6 +57,8 @@ def main() -> int:
     new, problems = filled_pages(pages)
     if "--check" in sys.argv:
         problems += [f"{name}: {found}" for name, page in pages.items() for found in differences(page, new[name])]
+        if (FIGURES / "step.svg").read_text() != step():
+            problems.append("bench/figures/step.svg is not that of its files: make figures")
     else:
         draw()
         for name, page in new.items():
@@ -83,8 +88,23 @@ def filled_pages(pages: dict[str, str]) -> tuple[dict[str, str], list[str]]:
 def draw() -> None:
     for name, wanted in DRAWN.items():
         figures.draw(load(name), FIGURES, f"{Path(name).stem}-", wanted)
+    (FIGURES / "step.svg").write_text(step())
     with rc_context(figures.STYLE):
         truncated(load("truncated/learning.json")).savefig(FIGURES / "truncated-sampling.png", dpi=figures.DPI)
+
+
+def step() -> str:
+    """Returns the chart of the front page: a step on each machine of CHART, in ours and in the trainers."""
+    panels = {}
+    for name, (head, model) in CHART.items():
+        document = load(name)
+        wanted = {"head": head, "dtype": "bfloat16"}.items()
+        cases = filter(figures.is_plain_step, document["cases"])
+        case = next(case for case in cases if wanted <= case["case"].items())
+        where = document["environment"]
+        machine = f"CPU, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
+        panels[f"{machine}: head of {model}, {case['case']['tokens']:,} tokens"] = case["implementations"]
+    return chart(panels, {"ours": "grpo-kernels"} | TRAINERS)
 
 
 def sections() -> Iterator[str]:
