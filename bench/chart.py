@@ -53,7 +53,7 @@ def chart(panels: Mapping[str, Document], names: Mapping[str, str]) -> str:
 def _rows(
     found: Mapping[str, Document], names: Mapping[str, str], columns: tuple[int, int], longest: int, y: int
 ) -> Iterator[str]:
-    """Yields a row for each implementation that has a time, the fastest on top, from y on; bars are at most `longest`."""
+    """Yields a row for each implementation that has a time, the fastest on top, from y on."""
     seconds = {name: one["seconds"]["median"] for name, one in found.items() if "seconds" in one}
     peaks = {name: found[name]["peak_bytes"] for name in seconds if "peak_bytes" in found[name]}
     slowest, largest = min(max(seconds.values()), CUT * seconds["ours"]), max(peaks.values())
