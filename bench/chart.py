@@ -53,20 +53,31 @@ def chart(panels: Mapping[str, Document], names: Mapping[str, str]) -> str:
 def _rows(
     found: Mapping[str, Document], names: Mapping[str, str], columns: tuple[int, int], longest: int, y: int
 ) -> Iterator[str]:
-    """Yields a row for each implementation that has a time, the fastest on top, from y on."""
+    """Yields a row for each implementation, the fastest on top and those without a time below, from y on."""
     seconds = {name: one["seconds"]["median"] for name, one in found.items() if "seconds" in one}
-    peaks = {name: found[name]["peak_bytes"] for name in seconds if "peak_bytes" in found[name]}
+    reasons = {name: why for name, one in found.items() if name not in seconds and (why := _reason(one, "error"))}
+    peaks = {name: found[name]["peak_bytes"] for name in (*seconds, *reasons) if "peak_bytes" in found[name]}
     slowest, largest = min(max(seconds.values()), CUT * seconds["ours"]), max(peaks.values())
-    for i, name in enumerate(sorted(seconds, key=seconds.__getitem__)):
+    for i, name in enumerate((*sorted(seconds, key=seconds.__getitem__), *reasons)):
         top = y + ROW * i
         parts = [_text(8, top + 16, names[name])]
-        parts += _bar(columns[0], top, longest, seconds[name] / slowest, _time(seconds[name]))
+        if name in seconds:
+            parts += _bar(columns[0], top, longest, seconds[name] / slowest, _time(seconds[name]))
+        else:
+            parts.append(_text(columns[0], top + 16, reasons[name], "quiet"))
         if name in peaks:
             parts += _bar(columns[1], top, longest, peaks[name] / largest, _memory(peaks[name]))
         else:
-            lost = found[name].get("memory_error", "").startswith(OUT_OF_MEMORY)
-            parts.append(_text(columns[1], top + 16, OUT_OF_MEMORY if lost else "not measured", "quiet"))
+            why = _reason(found[name], "memory_error") or "not measured"
+            parts.append(_text(columns[1], top + 16, why, "quiet"))
         yield f"<g{_class('ours' * (name == 'ours'))}>{''.join(parts)}</g>"
+
+
+def _reason(found: Document, key: str) -> str:
+    """Returns why an implementation that runs on this machine has no number, or ""."""
+    if found.get(key, "").startswith(OUT_OF_MEMORY):
+        return OUT_OF_MEMORY
+    return f"only {found['fewer_tokens']:,} tokens" if "fewer_tokens" in found and key == "error" else ""
 
 
 def _bar(x: int, top: int, longest: int, share: float, number: str) -> Iterable[str]:
