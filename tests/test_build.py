@@ -234,7 +234,7 @@ def test_no_link_of_the_published_readme_is_relative(repository, tmp_path):
     assert len(files) > 20 and not link.findall(page)
     assert len(targets) == (len(re.findall(r"\]\(", README)) if repository else len(re.findall(r"\]\(https:", README)))
     for file in files if repository else ():
-        assert f"]({repository}/{'raw' if file.endswith('.png') else 'blob'}/main/{file})" in page
+        assert f"]({repository}/{'raw' if file.endswith('.svg') else 'blob'}/main/{file})" in page
     assert not repository or f"]({repository}#documents)" in page
 
 

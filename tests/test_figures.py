@@ -6,9 +6,11 @@ import json
 import subprocess
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import report
+from chart import chart
 from quotes import differences, filled, generations, unquoted
 
 from grpo_kernels.commands.bench import machine
@@ -157,9 +159,31 @@ def test_files_of_other_code_are_listed_by_revision(results):
     assert "cpu.json" in str(generations(results, "tomorrow"))
 
 
+def test_the_chart_has_a_gap_in_bars_that_are_too_long_and_says_what_is_missing():
+    found = {name: {"seconds": {"median": s}} for name, s in (("slow", 9.0), ("ours", 0.5), ("other", 2.0))}
+    found["ours"]["peak_bytes"], found["slow"]["memory_error"] = 3 * 2**30, "out of memory: ..."
+    found |= {"few": {"fewer_tokens": 1024}, "large": {"error": "out of memory: ..."}, "broken": {"error": "wrong"}}
+    names = {"ours": "ours", "other": "theirs", "slow": "<slow>", "few": "few", "large": "large", "broken": "broken"}
+    drawn = ElementTree.fromstring(chart({"A & B": found}, names))
+    rows = [element for element in drawn if element.tag.endswith("}g")]
+    texts = [[x.text for x in row if x.tag.endswith("text")] for row in rows]
+    assert texts == [
+        ["ours", "500 ms", "3.0 GiB"],
+        ["theirs", "2.0 s", "not measured"],
+        ["<slow>", "9.0 s", "out of memory"],
+        ["few", "only 1,024 tokens", "not measured"],
+        ["large", "out of memory", "not measured"],
+    ]
+    assert "A & B" in [element.text for element in drawn]
+    assert [len([x for x in row if x.tag.endswith("path")]) for row in rows] == [0, 0, 1, 0, 0]
+    widths = [int(x.get("width")) for row in rows for x in row if x.tag.endswith("rect")]
+    assert widths[0] == pytest.approx(widths[2] / 4, abs=1) and widths[1] == widths[2] == widths[3]
+
+
 def test_pages_have_the_numbers_of_the_committed_files():
     """But for the list of files of other code, which `make check-figures` compares too."""
     pages = {name: (report.ROOT / name).read_text() for name in ("README.md", "grpo_kernels/README.md")}
     new, problems = report.filled_pages(pages)
+    assert (report.FIGURES / "step.svg").read_text() == report.step()
     assert not problems and not [found for name in pages for found in differences(pages[name], new[name])]
     assert len(report.EXCEPTIONS) <= 10

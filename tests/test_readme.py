@@ -48,7 +48,7 @@ def test_python_blocks_of_the_front_page_run_one_after_another(monkeypatch):
     for package in ("transformers", "trl", "peft", "accelerate", "numpy"):
         monkeypatch.setitem(sys.modules, package, None)  # its import fails
     names: dict[str, Any] = {}
-    _, batch, eager, fused = python_blocks(README)
+    _, batch, eager, fused, _ = python_blocks(README)
     run_blocks([batch, eager, fused], names)
     names["old_logps"] = names["old_logps"] + 0.2 * torch.randn(8, 10)
     found = []
@@ -224,7 +224,7 @@ def test_every_pitfall_of_the_trainers_table_has_its_test():
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "grpo_kernels/trainer/README.md", "grpo_kernels/integrations/README.md",
              "bench/README.md", "SECURITY.md", ".github/ISSUE_TEMPLATE/bug.yml",
              ".github/pull_request_template.md")  # fmt: skip
-PROGRAMS = ("make", "python", "pip", "grpo-kernels", "torchrun", "accelerate", "echo")
+PROGRAMS = ("make", "python", "pip", "grpo-kernels", "torchrun", "accelerate")
 PLACEHOLDERS = {"H": "64", "V": "100", "X": "2.15.0", "NAME": "sapo", "OUTPUT": "runs/first", "...": "", "N": "4"}
 
 
@@ -305,18 +305,16 @@ def test_every_command_of_the_package_parses():
 
 @pytest.mark.parametrize("name", ["README.md", "grpo_kernels/trainer/README.md"])
 def test_the_runs_of_the_documents_start_with_the_files_of_the_documents(name, tmp_path, monkeypatch, capsys):
-    """Each `train` command as a dry run, with a tiny chat model for the one of the hub, in a folder where the commands
-    and blocks of the document have made the files."""
+    """Each `train` command as a dry run, with a tiny chat model for the one that is named, in a folder where the blocks of
+    the document have made the files."""
     monkeypatch.chdir(tmp_path)
     files = re.findall(r"\*\*, `([\w.]+\.\w+)`.*?```\w+\n(.*?)\n *```", read(name), flags=re.DOTALL)
     for file, block in files:
         Path(file).write_text(textwrap.dedent(block) + "\n")
+    run_blocks([block for block in python_blocks(read(name)) if "open(" in block], {})
     model = tiny_chat(tmp_path / "model")
     runs = 0
     for words in commands(name):
-        if words[0] == "echo":
-            assert words[2] == ">"
-            Path(words[3]).write_text(words[1] + "\n")
         if words[:2] == ["grpo-kernels", "train"] and "--model-name-or-path" in words:
             words[words.index("--model-name-or-path") + 1] = str(model)
             AcceleratorState._reset_state(reset_partial_state=True)

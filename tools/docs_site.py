@@ -47,7 +47,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    pictures = {f"figures/{path.name}": path for path in (ROOT / "bench" / "figures").glob("*.png")}
+    pictures = {f"figures/{path.name}": path for path in (ROOT / "bench" / "figures").iterdir()}
     for uri, path in ({uri: ROOT / document for uri, document in PAGES.items()} | pictures).items():
         files.append(File.generated(config, uri, abs_src_path=str(path)))
 

@@ -28,4 +28,4 @@ def in_repository(repository: str, path: str, anchor: str = "") -> str:
     """Returns the address of a file of the repository, or with path "" of its front page; "" without a repository."""
     if not repository or not path:
         return repository and repository + anchor
-    return f"{repository}/{'raw' if path.endswith('.png') else 'blob'}/main/{path}{anchor}"
+    return f"{repository}/{'raw' if path.endswith(('.png', '.svg')) else 'blob'}/main/{path}{anchor}"

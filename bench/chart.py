@@ -1,0 +1,104 @@
+"""The chart of the front page: time and peak memory of a step, ours and others', as an SVG.
+
+It is drawn to be read at a width of 400 pixels, has a background of its own, and takes dark colours where the reader's
+system is dark. It is text, so `make check-figures` compares it like a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+
+from grpo_kernels.commands.bench.machine import OUT_OF_MEMORY, Document
+
+WIDTH, ROW, BAR = 560, 23, 14  # of the picture; of a row and the bar in it
+LETTER = 7.6  # mean width
+NUMBER = 78  # width of the number behind a bar
+CUT = 4.0  # times ours: a longer bar of time has a gap
+STYLE = """\
+text { font: 15px system-ui, -apple-system, "Segoe UI", "Liberation Sans", Arial, sans-serif; fill: #1f2328 }
+.title, .ours text { font-weight: 600 }
+.quiet { fill: #59636e }
+.paper { fill: #ffffff }
+rect.bar { fill: #9aa4ae }
+.ours rect.bar { fill: #d1410c }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 }
+.quiet { fill: #9198a1 }
+.paper { fill: #0d1117 }
+rect.bar { fill: #6a737d }
+.ours rect.bar { fill: #f0733d }
+}"""
+
+
+def chart(panels: Mapping[str, Document], names: Mapping[str, str]) -> str:
+    """Returns the SVG. panels: a title, and the implementations of a case; names: how they are called, those shown."""
+    first = 14 + round(LETTER * max(map(len, names.values())))
+    panel = (WIDTH - first) // 2
+    columns, longest = (first, first + panel), panel - NUMBER
+    lines, y = [], 8
+    for title, found in panels.items():
+        lines.append(_text(8, y + 16, title, "title"))
+        lines += [_text(x, y + 39, head, "quiet") for x, head in zip(columns, ("time", "peak memory"), strict=True)]
+        y += 46
+        for row in _rows({name: found[name] for name in names if name in found}, names, columns, longest, y):
+            lines.append(row)
+            y += ROW
+        y += 14
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}">'
+    paper = '<rect class="paper" width="100%" height="100%"/>'
+    return "\n".join((head, f"<style>\n{STYLE}\n</style>", paper, *lines, "</svg>\n"))
+
+
+def _rows(
+    found: Mapping[str, Document], names: Mapping[str, str], columns: tuple[int, int], longest: int, y: int
+) -> Iterator[str]:
+    """Yields a row for each implementation, the fastest on top and those without a time below, from y on."""
+    seconds = {name: one["seconds"]["median"] for name, one in found.items() if "seconds" in one}
+    reasons = {name: why for name, one in found.items() if name not in seconds and (why := _reason(one, "error"))}
+    peaks = {name: found[name]["peak_bytes"] for name in (*seconds, *reasons) if "peak_bytes" in found[name]}
+    slowest, largest = min(max(seconds.values()), CUT * seconds["ours"]), max(peaks.values())
+    for i, name in enumerate((*sorted(seconds, key=seconds.__getitem__), *reasons)):
+        top = y + ROW * i
+        parts = [_text(8, top + 16, names[name])]
+        if name in seconds:
+            parts += _bar(columns[0], top, longest, seconds[name] / slowest, _time(seconds[name]))
+        else:
+            parts.append(_text(columns[0], top + 16, reasons[name], "quiet"))
+        if name in peaks:
+            parts += _bar(columns[1], top, longest, peaks[name] / largest, _memory(peaks[name]))
+        else:
+            why = _reason(found[name], "memory_error") or "not measured"
+            parts.append(_text(columns[1], top + 16, why, "quiet"))
+        yield f"<g{_class('ours' * (name == 'ours'))}>{''.join(parts)}</g>"
+
+
+def _reason(found: Document, key: str) -> str:
+    """Returns why an implementation that runs on this machine has no number, or ""."""
+    if found.get(key, "").startswith(OUT_OF_MEMORY):
+        return OUT_OF_MEMORY
+    return f"only {found['fewer_tokens']:,} tokens" if "fewer_tokens" in found and key == "error" else ""
+
+
+def _bar(x: int, top: int, longest: int, share: float, number: str) -> Iterable[str]:
+    """Returns a bar of a share of the longest, with a gap where it is more than all of it, and its number."""
+    length = max(2, round(longest * min(share, 1.0)))
+    bar = f'<rect class="bar" x="{x}" y="{top + (ROW - BAR) // 2}" width="{length}" height="{BAR}"/>'
+    gap = f'<path class="paper" d="M{x + length - 16} {top}l-6 {ROW}h5l6-{ROW}z"/>' if share > 1 else ""
+    return bar, gap, _text(x + length + 6, top + 16, number)
+
+
+def _text(x: int, y: int, text: str, kind: str = "") -> str:
+    return f'<text x="{x}" y="{y}"{_class(kind)}>{escape(text)}</text>'
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _memory(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
