@@ -19,11 +19,13 @@ import subprocess
 import sys
 import termios
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 import training
+from helpers import START_METHOD
 from safetensors.torch import load_file, save_file
 from training import run, same_weights, steps
 
@@ -93,15 +95,18 @@ def test_pitfall_02_the_test_of_random_numbers_can_fail(model, data, whole, outp
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(model, data, tmp_path):
+def test_a_killed_run_goes_on_to_the_same_bits(model, data, tmp_path, monkeypatch):
     """At a random moment of the steps after the fourth."""
     options = HARD | {"save_steps": 1, "save_total_limit": 2, "max_steps": 20}
     options["reward_funcs"] = "training:length_or_kill"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(model, data, whole, **options) == 0
-    command = [sys.executable, "-m", "grpo_kernels", "train", *training.arguments(model, data, killed, **options)]
-    done = subprocess.run(command, env=training.ENVIRONMENT | {"KILL_AT": "4"}, capture_output=True, timeout=900)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    with monkeypatch.context() as patched:
+        patched.setenv("KILL_AT", "4")
+        process = get_context(START_METHOD).Process(target=run, args=(model, data, killed), kwargs=options)
+        process.start()
+        process.join(900)
+    assert process.exitcode == -signal.SIGKILL
     assert run(model, data, killed, **options, resume_from_checkpoint="auto") == 0
     assert same_weights(whole, killed) and without_times(whole) == without_times(killed)
     assert not list(killed.glob(".*partial"))

@@ -22,6 +22,7 @@ import verl_package
 from conftest import run_gpu_backends_on_cpu
 from helpers import (
     MASK_WAYS,
+    START_METHOD,
     Batch,
     Result,
     assert_close,
@@ -58,11 +59,9 @@ BACKENDS = ("cpu", "torch")
 
 
 def run_ranks(work, ranks: int, folder: Path) -> None:
-    """work(rank, group) in `ranks` processes: forked, since imports take seconds; where there is a GPU autograd has
-    threads, which a fork has none of."""
-    method = "spawn" if torch.cuda.is_available() else "fork"
+    """work(rank, group) in `ranks` processes."""
     given = ranks, str(folder / "store"), work
-    torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method=method)
+    torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method=START_METHOD)
 
 
 def _rank(rank: int, ranks: int, store: str, work) -> None:

@@ -226,17 +226,17 @@ def run(name: str, case: Case) -> dict[str, Any]:
         unpatch_trl()
 
 
-def run_processes(
-    names: tuple[str, ...], cases: list[Case], script: str = __file__
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Results of rank 0 by (trainer, title), of runs of two processes: one start of torchrun for all of them.
-
-    script: what calls `worker` with its arguments; it may do more in these processes.
-    """
+def run_processes(names: tuple[str, ...], cases: list[Case]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Results of rank 0 by (trainer, title), of runs of two processes: one start of torchrun for all of them."""
     with tempfile.TemporaryDirectory() as folder:
-        two_processes(script, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases]))
-        found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results.pt")
-        return found
+        two_processes(__file__, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases]))
+        return results_in(folder)
+
+
+def results_in(folder: str | Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Those that `worker` has saved."""
+    found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results.pt")
+    return found
 
 
 def two_processes(*script: str, timeout: float = 900) -> str:
@@ -255,12 +255,12 @@ def two_processes(*script: str, timeout: float = 900) -> str:
     return said
 
 
-def worker(folder: str, names: str, titles: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """A process of torchrun: its results, which rank 0 saves."""
-    cases = [case for case in (*CASES.values(), *DISTILLATION) if case.title in json.loads(titles)]
+def worker(folder: str | Path, names: list[str], titles: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """One of two processes: its results, which rank 0 saves."""
+    cases = [case for case in (*CASES.values(), *DISTILLATION) if case.title in titles]
     for case in cases:
         saved_model(case.family)  # in a process group rank 0 alone would write it
-    pairs = itertools.product(json.loads(names), cases)
+    pairs = itertools.product(names, cases)
     results = {(name, case.title): run(name, case) for name, case in pairs}
     if torch.distributed.get_rank() == 0:
         torch.save(results, Path(folder) / "results.pt")
@@ -309,7 +309,7 @@ def table() -> str:
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     if arguments[:1] == ["worker"]:
-        worker(*arguments[1:])
+        worker(arguments[1], *map(json.loads, arguments[2:]))
         torch.distributed.destroy_process_group()
         return
     found = table()
