@@ -109,15 +109,21 @@ def nearby_teacher(hidden: Tensor, weight: Tensor, **options: Any) -> Teacher:
 
 
 def _sharpen(hidden: Tensor, weight: Tensor, entropy: float, generator: torch.Generator) -> None:
-    """Gives the policy this mean entropy, in nats, in place: larger logits, down to BROAD nats, where a few of so many
-    ids begin to prevail; below that hidden states that are more or less near the row of an id, as a model's are."""
-    some = hidden.flatten(0, 1)[:SOME]
+    """Gives the policy this mean entropy, in nats, in place. Some ids are likely everywhere, by Zipf's law, as words
+    are; larger logits make a few of each token's ids prevail, down to BROAD nats; below that hidden states are more or
+    less near the row of a likely id, as a model's are."""
+    vocab, device = len(weight), hidden.device
+    prior = -(torch.randperm(vocab, device=device, generator=generator) + 1).float().log()
+    hidden[..., 0] = 0
+    some = hidden.flatten(0, 1)[:SOME]  # a view
     logits = (some @ weight.T).float()
-    weight.mul_(_solve(lambda x: x * logits, max(entropy, BROAD)))
+    weight.mul_(_solve(lambda x: x * logits + prior, max(entropy, BROAD)))
+    hidden[..., 0], weight[:, 0] = 1, prior.to(weight.dtype)
     if entropy < BROAD:
-        ids = torch.randint(len(weight), hidden.shape[:2], device=hidden.device, generator=generator)
-        nearness = torch.rand(*ids.shape, 1, device=hidden.device, generator=generator)
-        towards = weight[ids] * nearness.to(weight.dtype)
+        ids = torch.multinomial(prior.exp(), hidden.shape[:2].numel(), replacement=True, generator=generator)
+        nearness = torch.rand(*hidden.shape[:2], 1, device=device, generator=generator)
+        towards = weight[ids].view_as(hidden) * nearness.to(weight.dtype)
+        towards[..., 0] = 0
         logits, more = ((x @ weight.T).float() for x in (some, towards.flatten(0, 1)[:SOME]))
         hidden.add_(towards, alpha=_solve(lambda x: logits + x * more, entropy))
 
