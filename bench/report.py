@@ -321,7 +321,8 @@ def summary(documents: dict[str, Document]) -> str:
     rows = {trainer: cells for trainer, cells in rows.items() if any(cells[1:])}
     return f"""\
 One step, forward and backward, of the loss with the `lm_head` of several models. Faster: the median time of each
-package over ours, least to most of all cases. Memory: our peak over theirs, beside inputs and gradients; above 1 ours takes more:
+package over ours, least to most of all cases. Memory: our peak over theirs, beside inputs and gradients; above 1 ours
+takes more:
 
 {table(titles, list(rows.values()))}
 
