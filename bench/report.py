@@ -320,8 +320,8 @@ def summary(documents: dict[str, Document]) -> str:
         places.append(f"Where a rival takes seconds, some cases of {', '.join(few)} have a single call of it.")
     rows = {trainer: cells for trainer, cells in rows.items() if any(cells[1:])}
     return f"""\
-One step, forward and backward, of the loss with the `lm_head` of several models. Faster: the median time of each package
-over ours, from the least to the most of all cases. Memory: our peak over theirs, beside inputs and gradients; above 1 ours
+One step, forward and backward, of the loss with the `lm_head` of several models. Faster: the median time of each
+package over ours, least to most of all cases. Memory: our peak over theirs, beside inputs and gradients; above 1 ours
 takes more:
 
 {table(titles, list(rows.values()))}

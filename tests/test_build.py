@@ -200,6 +200,17 @@ def test_one_range_of_pythons():
     assert README.count(f"Python {promised[0]} to {promised[-1]}") == 1
 
 
+def test_the_readme_and_make_say_the_same_of_downloads():
+    makefile = (ROOT / "Makefile").read_text()
+    (for_cpu, cpu_disk), (default, disk) = re.findall(
+        r"^COST = \$\(call MEGABYTES,(\d+),(\d+)\)", makefile, re.MULTILINE
+    )
+    assert f"make demo TORCH=cpu    # downloads {for_cpu} MB" in README and f"downloads {for_cpu} MB\n" in makefile
+    said = " ".join(README.split())
+    assert f"the demos download {int(default):,} MB and fill {int(disk):,} MB in `.venv`" in said
+    assert f"{for_cpu} and {int(cpu_disk):,} MB. The tests take more." in said
+
+
 def test_the_readme_installs_this_version_from_the_address_of_the_wheels():
     """Which is a word as long as there is none."""
     address = addresses.URLS.get("Wheels", "ADDRESS/").removesuffix("/")

@@ -305,8 +305,8 @@ def test_every_command_of_the_package_parses():
 
 @pytest.mark.parametrize("name", ["README.md", "grpo_kernels/trainer/README.md"])
 def test_the_runs_of_the_documents_start_with_the_files_of_the_documents(name, tmp_path, monkeypatch, capsys):
-    """Each `train` command as a dry run, with a tiny chat model for the one that is named, in a folder where the blocks of
-    the document have made the files."""
+    """Each `train` command as a dry run, with a tiny chat model for the one that is named, in a folder where the blocks
+    of the document have made the files."""
     monkeypatch.chdir(tmp_path)
     files = re.findall(r"\*\*, `([\w.]+\.\w+)`.*?```\w+\n(.*?)\n *```", read(name), flags=re.DOTALL)
     for file, block in files:
