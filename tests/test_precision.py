@@ -112,6 +112,17 @@ def test_eight_chunks_are_as_exact_as_eagers_one(dtype, ids, backend):
     assert_as_exact_as_eager(config, dtype, backend, seeds=4 if backend == "triton" else 8, ids=ids)
 
 
+@pytest.mark.parametrize("function", LOSSES[:4])
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_of_every_function(dtype, function, backend):
+    batch = half_batch(dtype, CONFIGS["grpo"], ids="sampled")
+    found, exact = leaves(batch), leaves(batch.cast(torch.float64))
+    loss_by(function, found, backend, entropy_coef=0.01, temperature=0.8).backward()
+    loss_by(function, exact, "torch", entropy_coef=0.01, temperature=0.8).backward()
+    for name in ("hidden", "weight"):
+        assert relative(getattr(found, name).grad, getattr(exact, name).grad) <= 0.01, name
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_float32_logits_from_half_inputs(dtype, backend):
     config = gk.GRPOConfig(logits_dtype=torch.float32, beta=0.04, chunk_rows=10)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..kernels.operations import HeadChunk, LogitChunk, LogitTransform, Rows, Statistics, TokenMask
 from ..kernels.torch.rows import gradient_of_sampled
+from ..kernels.torch.transform import transformed
 from ..objective.metrics import MASK_SUMS
 from .chunk_size import Selection, select_rows
 from .k_ids import KIds, KLogps
@@ -200,11 +201,21 @@ class HeadPass:
         ids, temperature = rows.take(self.ids), rows.take(self.temperature)
         return HeadChunk(head.hidden_rows(rows), head.weight, head.bias, ids, temperature, self.transform)
 
-    def sampled_entries(self, rows: Rows, dlogp: Tensor, dentropy: Tensor | None = None) -> SampledEntries:
-        """d loss / d logits of a chunk at the sampled ids, from d loss / d logp and d loss / d entropy (N,)."""
-        ids, temperature = rows.take(self.ids), rows.take(self.temperature)
-        logp, lse, entropy = (rows.take(x) for x in self.stats)
-        own = rows.take(dlogp)
+    def sampled_logps(self, chunk: LogitChunk) -> Tensor:
+        """(C,) float64, from logits and log-sum-exps: all that the backward of log-probabilities has."""
+        rows = chunk.rows
+        ids = rows.take(self.ids).clamp(min=0)[:, None]
+        bias = None if chunk.bias is None else chunk.bias[ids].double()
+        z, _ = transformed(chunk.logits.gather(1, ids).double(), bias, rows.take(self.temperature), self.transform)
+        return z[:, 0] - rows.take(self.stats.lse)
+
+    def sampled_entries(
+        self, rows: Rows, logp: Tensor, dlogp: Tensor, dentropy: Tensor | None = None
+    ) -> SampledEntries:
+        """d loss / d logits of a chunk at the sampled ids, from their logp (C,), and d loss / d logp and d loss /
+        d entropy (N,)."""
+        ids, temperature, own = rows.take(self.ids), rows.take(self.temperature), rows.take(dlogp)
+        lse, entropy = rows.take(self.stats.lse), rows.take(self.stats.entropy)
         of_entropy = torch.zeros_like(own) if dentropy is None else rows.take(dentropy)
         values = gradient_of_sampled(logp, torch.where(of_entropy == 0, 0.0, entropy), own, of_entropy)
         values = values * (self.transform.logit_scale / temperature)
@@ -272,11 +283,13 @@ class Chunk:
         entries = None
         if weight is not None and isinstance(p.teacher, KIds):
             read, dlogp, dentropy, entries = p.teacher.entries(read, p.sampled_ids, (dlogp, dentropy, weight))
+        rounds = isinstance(head, LMHead) and head.grad_dtype.itemsize == 2
+        logp = p.sampled_logps(read) if rounds else None  # before the gradient takes the place of the logits
         p.backend.gradient(read, dlogp, dentropy, written)
         if entries is not None:
             entries.write(written)
-        if isinstance(head, LMHead) and head.grad_dtype.itemsize == 2:
-            found = p.sampled_entries(rows, dlogp, dentropy)
+        if isinstance(head, LMHead) and logp is not None:
+            found = p.sampled_entries(rows, logp, dlogp, dentropy)
             head.accumulate(rows, written, found if weight is None else found.as_rounded(written))
         else:
             head.accumulate(rows, written)
@@ -297,7 +310,8 @@ class Exponentials(Chunk):
         assert isinstance(head, LMHead)
         # A token without a gradient has none whatever its row holds.
         scale = torch.where(own == 0, 0.0, -own * self.unit)
-        head.accumulate_scaled(self.rows, self.exponentials, scale, self.shared.sampled_entries(self.rows, dlogp))
+        sampled = self.shared.sampled_entries(self.rows, self.rows.take(self.shared.stats.logp), dlogp)
+        head.accumulate_scaled(self.rows, self.exponentials, scale, sampled)
 
 
 class FusedExponentials(Exponentials):
