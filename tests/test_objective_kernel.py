@@ -87,7 +87,7 @@ def configs() -> list[tuple[GRPOConfig, bool]]:
         allowed = {"log_ratio_clamp", *SURROGATE_RULES[surrogate].options}
         options = {name: x for name, x in OPTIONS.items() if name in allowed and (j % 2 or name.startswith("eps"))}
         if kl != "none":
-            options |= dict(kl_estimator=kl, beta=0.1)
+            options |= dict(kl_estimator=kl, beta=0.1, kl_clamp=(0.9, 0.2) if j % 2 else None)
         found.append((GRPOConfig(surrogate=surrogate, score_inactive=(i + j) % 3 == 0, **options), (i + j) % 2 == 1))
     return found
 
