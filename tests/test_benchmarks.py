@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import START_METHOD
 from torch.nn import functional
 
 from grpo_kernels.commands.bench import cases, command, measure, process
@@ -90,6 +92,13 @@ def test_reference_agrees_with_autograd_in_float64_and_says_what_is_wrong(mode):
 # --- one case and its processes ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes of the benchmark, which import nothing."""
+    context = multiprocessing.get_context(START_METHOD)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+
+
 def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkeypatch):
     def wrong(inputs, mode):
         step = IMPLEMENTATIONS["eager"].make_step(inputs, mode)
@@ -165,7 +174,7 @@ def is_killed(on_progress):
     os.kill(os.getpid(), 9)
 
 
-def test_a_process_that_hangs_is_late_or_is_killed_is_described():
+def test_a_process_that_hangs_is_late_or_is_killed_is_described(forked):
     with pytest.raises(process.Died, match="no answer for 1 s"):
         process.run_in_subprocess(hang, silence_s=1.0)
     with pytest.raises(process.Died, match=process.NOT_RUN):
@@ -204,7 +213,7 @@ def measure_with_a_slow_peer(case, names, options, begin, on_progress):
     return measure._measure(case, names, Options("cpu", 2, time.time() + 8), time.time(), on_progress)
 
 
-def test_a_slow_peer_takes_half_of_what_is_left_and_all_others_have_a_time():
+def test_a_slow_peer_takes_half_of_what_is_left_and_all_others_have_a_time(forked):
     assert list(IMPLEMENTATIONS)[-1] == "compiled", "the first call that may take a minute comes last"
     names = ["ours", "trl", "floor", "eager"]
 

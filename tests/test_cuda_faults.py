@@ -43,8 +43,9 @@ class Fault(NamedTuple):
         """Those checks of `check_all` that the file's kernels can fail."""
         if self.file.startswith("lm_head"):
             return check_products
-        own = {"scale.cuh": check_scale, "rows.cuh": check_rows, "objective.cuh": check_objective}
-        return own.get(self.file, check_all)
+        own = {"rows": check_rows, "scale": check_scale, "objective": check_objective}
+        own |= dict.fromkeys(("exponentials", "repair"), check_exponentials)
+        return own.get(self.file.removesuffix(".cuh"), check_all)
 
     @property
     def switched(self) -> str:

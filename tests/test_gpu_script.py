@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Python imports this when it starts. The crash at large vocabularies is found by the headline, not by the check.
 BACKEND = """
 import os, sys
-if not any(word in " ".join(sys.orig_argv) for word in ("pytest", "--stages", "stdin.readline")):  # the last: xdist's
+others = "pytest", "--stages", "stdin.readline", "resource_tracker"  # the last: xdist's and multiprocessing's
+if not any(word in " ".join(sys.orig_argv) for word in others):
     from dataclasses import replace
     from grpo_kernels import kernels
 

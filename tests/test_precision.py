@@ -304,10 +304,10 @@ def test_one_token_far_away(name, place, backend):
 
 @pytest.mark.parametrize("logits", LOGITS)
 def test_the_scale_does_not_overflow_sums_over_tokens(logits, backend):
-    """2,048 tokens push one entry of dweight the same way: 4 or more per token times 100 of the hidden state."""
-    hidden, weight = torch.full((1, 2048, 8), 100.0).half(), torch.zeros(16, 8).half()
-    batch = leaves(Batch(hidden, weight, torch.zeros(1, 2048).long(), torch.ones(1)))
+    """128 tokens push one entry of dweight the same way: 4 or more per token times 1,600 of the hidden state."""
+    hidden, weight = torch.full((1, 128, 8), 1600.0).half(), torch.zeros(16, 8).half()
+    batch = leaves(Batch(hidden, weight, torch.zeros(1, 128).long(), torch.ones(1)))
     call(batch, gk.GRPOConfig(logits_dtype=LOGITS[logits]), backend).loss.backward()
-    expected = torch.full((16, 8), 100 / 16)
-    expected[0] = -100 * 15 / 16
+    expected = torch.full((16, 8), 1600 / 16)
+    expected[0] = -1600 * 15 / 16
     assert torch.allclose(batch.weight.grad.float(), expected, rtol=2e-3)

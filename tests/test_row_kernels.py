@@ -155,8 +155,8 @@ def test_rows(kernels, dtype, transform):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transform", [*TRANSFORMS, LogitTransform(softcap=100.0)], ids=str)
 def test_exponentials(kernels, dtype, transform):
-    turn = 6 - [*TRANSFORMS, LogitTransform(softcap=100.0)].index(transform) - c.DTYPES.index(dtype)
-    for i, vocab in in_turn(kernels, c.VOCABS, turn, triton=12, cuda=3):
+    turn = 2 * [*TRANSFORMS, LogitTransform(softcap=100.0)].index(transform) + c.DTYPES.index(dtype)
+    for i, vocab in in_turn(kernels, c.VOCABS, turn, triton=12, cuda=6):
         c.check_exponentials(kernels, vocab, transform, dtype, shift=(i + turn) % 8, biased=i % 2 == 1)
 
 
@@ -286,9 +286,9 @@ def test_scale(kernels, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", c.DTYPES)
 def test_kept_ids(kernels, dtype):
     """On a CPU with both types of gradients at every width."""
-    turn = c.DTYPES.index(dtype)
-    for i, width in in_turn(kernels, c.KEPT_WIDTHS, turn, triton=3):
-        for wide in (False, True) if kernels is CPU else (i % 2 == turn % 2,):
+    turn = 2 * c.DTYPES.index(dtype)
+    for _, width in in_turn(kernels, c.KEPT_WIDTHS, turn, triton=6):
+        for wide in (False, True):
             c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
 
 

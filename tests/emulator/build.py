@@ -22,7 +22,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FOLDER = ROOT / "build" / "emulator"
 # Type punning through pointers is how CUDA reads 16 bytes of floats at once.
-FLAGS = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall", "-DGK_EMULATOR"]
+FLAGS = [
+    "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall", "-DGK_EMULATOR",
+]  # fmt: skip
 OPTIMISED = ("-O1",)
 SANITIZED = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
@@ -33,12 +35,12 @@ def build_module(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = OPTIMISED)
     headers = (sysconfig.get_path("include"), pybind11.get_include())
     include = [*(f"-isystem{folder}" for folder in headers), f"-I{binding.parent}"]
     name = "_cuda" + sysconfig.get_config_var("EXT_SUFFIX")
-    return build([binding], csrc, [*flags, "-fvisibility=hidden", *include], name, ["-shared"])
+    return build([binding], include, csrc, flags, name, ["-shared"])
 
 
 def build_program(source: Path) -> Path:
     """The program of this file, which calls csrc/cuda/api.h and CUDA's runtime, over the emulated GPU."""
-    return build([source, HERE / "runtime" / "runtime.cpp"], ROOT / "csrc", [*OPTIMISED], source.stem, [])
+    return build([source, HERE / "runtime" / "runtime.cpp"], [], ROOT / "csrc", OPTIMISED, source.stem, [])
 
 
 def build_sanitized(csrc: Path) -> tuple[Path, dict[str, str]]:
@@ -50,21 +52,24 @@ def build_sanitized(csrc: Path) -> tuple[Path, dict[str, str]]:
     return build_module(csrc, SANITIZED), environment
 
 
-def build(own: list[Path], csrc: Path, flags: list[str], name: str, link: list[str]) -> Path:
-    """These sources, with the kernels and the emulator."""
+def build(own: list[Path], include: list[str], csrc: Path, flags: tuple[str, ...], name: str, link: list[str]) -> Path:
+    """These sources, with the kernels and the emulator, to which alone the flags apply."""
     names = ("kernels.cu", "host.cpp", "lm_head_sm90.cu", "lm_head.cpp")
-    sources = [*own, *(csrc / "cuda" / name for name in names), *sorted(HERE.glob("*.cpp"))]
+    kernels = [*(csrc / "cuda" / name for name in names), *sorted(HERE.glob("*.cpp"))]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    command = [*compiler(), *FLAGS, *flags]
-    include = [f"-I{csrc}", f"-I{HERE}"]
+    command, folders = [*compiler(), *FLAGS], [f"-I{csrc}", f"-I{HERE}"]
+    jobs = [
+        *(([*command, *OPTIMISED, *include], folders, source) for source in own),
+        *(([*command, *flags], folders, source) for source in kernels),
+    ]
     with open(FOLDER / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers of one test run do not compile the same files side by side
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda source: compile_one(command, include, source), sources))
-        library = FOLDER / digest([*command, *link, *(o.name for o in objects)]) / name
+            objects = list(pool.map(lambda job: compile_one(*job), jobs))
+        library = FOLDER / digest([*command, *flags, *link, *(o.name for o in objects)]) / name
         if not library.exists():
             library.parent.mkdir(exist_ok=True)
-            run([*command, *link, "-o", library.with_suffix(".new"), *objects])
+            run([*command, *flags, *link, "-o", library.with_suffix(".new"), *objects])
             os.replace(library.with_suffix(".new"), library)
     return library
 
