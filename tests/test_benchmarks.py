@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import START_METHOD
+from ranks import START_METHOD
 
 from grpo_kernels.commands.bench import command, measure, process
 from grpo_kernels.commands.bench.baselines import Result, Unsupported

@@ -17,8 +17,8 @@ pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,pe
 import torch
 import training
 import trl_parity
+from ranks import run_ranks
 from safetensors.torch import load_file
-from test_vocab_parallel import run_ranks
 
 from grpo_kernels.trainer import model as policy
 from grpo_kernels.trainer.arguments import parse

@@ -84,8 +84,6 @@ def all_of_them(rank: int, group: Any, *, folder: Path, jobs: list[Job]) -> None
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     AcceleratorState._reset_state(reset_partial_state=True)  # which a fork has of its parent
     commands.Trainer = Trainer
     arithmetic.start_model = lambda folder, **options: training.make_model(Path(folder))
