@@ -25,8 +25,6 @@ from grpo_kernels.objective.tokens import TokenInputs
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")
-# How processes start: forked, since imports take seconds. With a GPU autograd has threads, of which a fork has none.
-START_METHOD = "spawn" if torch.cuda.is_available() else "fork"
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import START_METHOD
+from ranks import START_METHOD
 from torch.nn import functional
 
 from grpo_kernels.commands.bench import cases, command, measure, process

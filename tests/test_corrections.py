@@ -18,7 +18,7 @@ import torch
 import verl_package
 import yaml
 from helpers import call, make_batch, off_policy, packed
-from test_vocab_parallel import run_ranks
+from ranks import run_ranks
 from torch import Tensor
 
 import grpo_kernels as gk

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_vocab_parallel import run_ranks
+from ranks import run_ranks
 from tiny_models import VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -164,7 +164,6 @@ def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def equal_under_deepspeed(rank: int, group) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed calls torch.compile where it is imported, for 2 s
     import deepspeed
 

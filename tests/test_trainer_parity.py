@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,pe
 import torch
 import training
 import trl_parity
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from grpo_kernels.trainer import model as policy
@@ -236,7 +238,9 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {  # exit status and options
 
 @pytest.mark.slow
 def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollouts, model, data, tmp_path):
-    """All runs share one torchrun."""
+    """All runs share two processes."""
+    import trainer_ranks
+
     short = dict(max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
     taught = {"teacher": dict(teacher_model_name_or_path=trl_parity.saved_model("qwen2"), teacher_top_k=8)}
     one = {name: short | options for name, options in (PROCESSES | taught).items()}
@@ -249,19 +253,19 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         cases = {name: REPLAYED | one[name] for name in compared} | {"saved": saved, "resumed": resumed}
         for name, options in cases.items():
             argv = command_line(tmp_path / f"{kind}, {name}", **{**options, **_HALF, **own})
-            jobs.append({"name": f"{kind}, {name}", "argv": argv, "replay": str(rollouts) if name in one else None})
+            jobs.append(trainer_ranks.Job(f"{kind}, {name}", argv, rollouts if name in one else None))
     low = dict(_HALF, fsdp=True, dtype="bfloat16", learning_rate=1e-6)
     for name, resume in (("bfloat16", None), ("bfloat16, resumed", tmp_path / "bfloat16" / "checkpoint-3")):
         argv = command_line(tmp_path / name, **{**saved, **low, "resume_from_checkpoint": resume})
-        jobs.append({"name": name, "argv": argv, "replay": None})
+        jobs.append(trainer_ranks.Job(name, argv))
     for name, (_, options) in ENDS.items():
         held_out = training.make_data(tmp_path / "three.jsonl", rows=3) if name == "three held out" else None
         argv = training.arguments(model, data, tmp_path / name, **FOUR_STEPS | options, eval_dataset_name=held_out)
         argv.remove("--use-cpu")  # which a machine without a GPU does not need
-        jobs.append({"name": name, "argv": argv, "replay": None})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    said = trl_parity.two_processes(str(Path(__file__).with_name("trainer_ranks.py")), str(tmp_path))
-    statuses = {job["name"]: 0 for job in jobs} | {name: status for name, (status, _) in ENDS.items()}
+        jobs.append(trainer_ranks.Job(name, argv))
+    run_ranks(partial(trainer_ranks.all_of_them, folder=tmp_path, jobs=jobs), 2, tmp_path)
+    said = "".join((tmp_path / f"said-{rank}.txt").read_text() for rank in (0, 1))
+    statuses = {job.name: 0 for job in jobs} | {name: status for name, (status, _) in ENDS.items()}
     for rank in (0, 1):
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == statuses
     check_ends(tmp_path, said)

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 import training
-from helpers import START_METHOD
+from ranks import START_METHOD
 from safetensors.torch import load_file, save_file
 from training import run, same_weights, steps
 

@@ -24,7 +24,6 @@ pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,pe
 
 import trl
 import trl_parity as parity
-from test_vocab_parallel import run_ranks
 from trl.trainer import utils as trl_utils
 
 import grpo_kernels as gk
@@ -84,16 +83,13 @@ def test_a_run_equals_trls(title, monkeypatch):
 
 
 @pytest.mark.slow
-def test_runs_of_two_processes_equal_trls(tmp_path):
+def test_runs_of_two_processes_equal_trls():
     """And in the same processes: gradients under FSDP2, runs under DeepSpeed ZeRO-3."""
     import trl_sharded
 
     cases = [CASES[f"{name}, two processes"] for name in ("dapo", "bnpo", "top-entropy quantile")]
     cases.append(parity.DISTILLATION[-1])
-    models = {family: parity.saved_model(family) for family in ("qwen2", "granite")}
-    given = dict(names=["trl", "fused", "patched"], titles=[case.title for case in cases], models=models)
-    run_ranks(partial(trl_sharded.all_of_it, folder=tmp_path, **given), 2, tmp_path)
-    found = parity.results_in(tmp_path)
+    found = parity.run_processes(("trl", "fused", "patched"), cases, trl_sharded.check)
     for case in cases:
         for name in ("fused", "patched"):
             errors = parity.differences(found[name, case.title], found["trl", case.title])

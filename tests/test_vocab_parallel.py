@@ -6,15 +6,12 @@ Ranks are started once for each number of them, and walk all cases, over gloo.
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import gc
 import importlib
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ import verl_package
 from conftest import run_gpu_backends_on_cpu
 from helpers import (
     MASK_WAYS,
-    START_METHOD,
     Batch,
     Result,
     assert_close,
@@ -41,6 +37,7 @@ from helpers import (
     whole_chunk,
 )
 from option_space import POINTS, build, choose, size_of_loss
+from ranks import run_ranks
 from test_plain_tensors import check_dtensors
 from test_teacher import KINDS, OWN, config_of, make_teacher, make_top_k, teacher_of
 from torch import Tensor, distributed
@@ -54,23 +51,7 @@ from grpo_kernels.names import DIVERGENCES
 
 VOCAB = 67
 SLICES = {1: (VOCAB,), 2: (24, 43), 3: (30, 1, 36)}  # rows of the weight, of any sizes
-LIMIT = datetime.timedelta(minutes=15)  # a rank that has not come then hangs
 BACKENDS = ("cpu", "torch")
-
-
-def run_ranks(work, ranks: int, folder: Path) -> None:
-    """work(rank, group) in `ranks` processes."""
-    given = ranks, str(folder / "store"), work
-    torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method=START_METHOD)
-
-
-def _rank(rank: int, ranks: int, store: str, work) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
-    work(rank, distributed.group.WORLD)
-    gc.collect()  # wrappers of modules hold parts of the process group
-    distributed.barrier()  # no rank closes a connection that another still uses
-    distributed.destroy_process_group()
 
 
 def rows_of(rank: int, ranks: int) -> slice:

@@ -1,10 +1,4 @@
-"""Of test_trainer_parity.py, under torchrun: runs of the trainer one after another.
-
-    torchrun --nproc_per_node 2 trainer_ranks.py FOLDER
-
-FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...], "replay": a folder of rollouts, or null}. Rank r writes
-FOLDER/rank-r.json: for each name the exit status, or the error with its type.
-"""
+"""Of test_trainer_parity.py, in two processes: runs of the trainer one after another."""
 
 from __future__ import annotations
 
@@ -14,29 +8,35 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import training
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed import get_rank
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_kernels.trainer import arithmetic, commands
 
-RANK = int(os.environ.get("RANK", "0"))
+
+class Job(NamedTuple):
+    name: str
+    argv: list[str]
+    replay: Path | None = None  # a folder of rollouts
 
 
 def length(prompts, completions, completion_ids, log_metric, **columns):
-    log_metric("rank", RANK)
+    log_metric("rank", get_rank())
     return training.length(prompts, completions, completion_ids)
 
 
 def short_on_rank_1(prompts, completions, completion_ids, **columns):
-    return [0.0] * (len(prompts) - RANK)
+    return [0.0] * (len(prompts) - get_rank())
 
 
 def raises_on_rank_1(prompts, completions, completion_ids, **columns):
-    if RANK == 1:
+    if get_rank() == 1:
         raise KeyError("only here")
     return training.length(prompts, completions, completion_ids)
 
@@ -46,7 +46,7 @@ def breaks_rank_1(prompts, completions, completion_ids, **columns):
 
 
 def signals_rank_1(prompts, completions, completion_ids, **columns):
-    if RANK == 1:
+    if get_rank() == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return training.length(prompts, completions, completion_ids)
 
@@ -59,16 +59,17 @@ class Trainer(training.Recorder):
 
     def _clip(self):
         """With a reward function of that name the state of one rank is broken before the last step."""
-        if "trainer_ranks:breaks_rank_1" in self.arguments.reward_funcs and self.progress.step == 3 and RANK == 1:
+        if "trainer_ranks:breaks_rank_1" in self.arguments.reward_funcs and self.progress.step == 3 and get_rank() == 1:
             for state in self.run.optimizer.state.values():
                 getattr(state["exp_avg_sq"], "_local_tensor", state["exp_avg_sq"]).fill_(torch.inf)
         return super()._clip()
 
 
-def run(argv: list[str], replay: str | None) -> int | str:
+def run(job: Job) -> int | str:
+    """The exit status, or the error with its type."""
     try:
-        with training.replayed(Path(replay)) if replay else contextlib.nullcontext():
-            return commands.train(argv)
+        with training.replayed(job.replay) if job.replay else contextlib.nullcontext():
+            return commands.train(job.argv)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -77,19 +78,16 @@ def run(argv: list[str], replay: str | None) -> int | str:
         os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def all_of_them(rank: int, group: Any, *, folder: Path, jobs: list[Job]) -> None:
+    """What a rank says is in FOLDER/said-RANK.txt; the results of `run` by name are in FOLDER/rank-RANK.json."""
+    with (folder / f"said-{rank}.txt").open("w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    AcceleratorState._reset_state(reset_partial_state=True)  # which a fork has of its parent
     commands.Trainer = Trainer
     arithmetic.start_model = lambda folder, **options: training.make_model(Path(folder))
     PartialState.destroy_process_group = lambda self, group=None: None  # a run ends with it; here all use one group
-    folder, seen = Path(sys.argv[1]), {}
-    for job in json.loads((folder / "jobs.json").read_text()):
-        seen[job["name"]] = run(job["argv"], job["replay"])
-    (folder / f"rank-{RANK}.json").write_text(json.dumps(seen))
+    (folder / f"rank-{rank}.json").write_text(json.dumps({job.name: run(job) for job in jobs}))
     torch.distributed.barrier()
-    sys.stdout.flush()
     os._exit(0)  # taking the process group down may wait forever, see Run.close
-
-
-if __name__ == "__main__":
-    main()

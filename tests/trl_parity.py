@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import warnings
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.state import AcceleratorState
+from ranks import run_ranks
 from tiny_models import VOCAB, tiny_model
 
 README = Path(__file__).resolve().parents[1] / "grpo_kernels" / "integrations" / "README.md"
@@ -216,7 +216,7 @@ def trainer_class(name: str, distils: bool = False) -> Any:
 
 
 def run(name: str, case: Case) -> dict[str, Any]:
-    """What `result_of` returns, of this trainer in this process, or in each of those of torchrun."""
+    """What `result_of` returns, of this trainer in this process."""
     from grpo_kernels.integrations.trl import unpatch_trl
 
     cls = trainer_class(name, case.teacher is not None)
@@ -226,45 +226,28 @@ def run(name: str, case: Case) -> dict[str, Any]:
         unpatch_trl()
 
 
-def run_processes(names: tuple[str, ...], cases: list[Case]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Results of rank 0 by (trainer, title), of runs of two processes: one start of torchrun for all of them."""
+Results = dict[tuple[str, str], dict[str, Any]]  # by trainer and title
+
+
+def run_processes(names: Sequence[str], cases: list[Case], more: Callable[[Results], None] | None = None) -> Results:
+    """Results of rank 0, of runs of two processes, which then call more(results)."""
+    models = {family: saved_model(family) for case in cases for family in (case.family, case.teacher) if family}
     with tempfile.TemporaryDirectory() as folder:
-        two_processes(__file__, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases]))
-        return results_in(folder)
+        path = Path(folder) / "results.pt"
+        run_ranks(partial(_run_all, names=names, cases=cases, models=models, path=path, more=more), 2, Path(folder))
+        found: Results = torch.load(path)
+        return found
 
 
-def results_in(folder: str | Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Those that `worker` has saved."""
-    found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results.pt")
-    return found
-
-
-def two_processes(*script: str, timeout: float = 900) -> str:
-    """What a script with its arguments says under torchrun, which ends its processes where they take longer (s)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
-    paths = os.pathsep.join(filter(None, sys.path))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
-    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with subprocess.Popen(command, env=environment, **pipes) as launcher:
-        try:
-            said = launcher.communicate(timeout=timeout)[0]
-        except subprocess.TimeoutExpired:
-            launcher.terminate()
-            said = f"no end after {timeout} s: {launcher.communicate()[0]}"
-    assert launcher.returncode == 0, said[-4000:]  # of more a log would leave out the end, where the reason stands
-    return said
-
-
-def worker(folder: str | Path, names: list[str], titles: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
-    """One of two processes: its results, which rank 0 saves."""
-    cases = [case for case in (*CASES.values(), *DISTILLATION) if case.title in titles]
-    for case in cases:
-        saved_model(case.family)  # in a process group rank 0 alone would write it
-    pairs = itertools.product(names, cases)
-    results = {(name, case.title): run(name, case) for name, case in pairs}
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, Path(folder) / "results.pt")
-    return results
+def _run_all(rank: int, group: Any, *, names: Any, cases: Any, models: dict[str, str], path: Path, more: Any) -> None:
+    global saved_model
+    saved_model = models.__getitem__  # in a process group rank 0 alone would write one
+    AcceleratorState._reset_state(reset_partial_state=True)  # which a fork has of its parent
+    results = {(name, case.title): run(name, case) for name, case in itertools.product(names, cases)}
+    if rank == 0:
+        torch.save(results, path)
+    if more:
+        more(results)
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
@@ -308,10 +291,6 @@ def table() -> str:
 
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
-    if arguments[:1] == ["worker"]:
-        worker(arguments[1], *map(json.loads, arguments[2:]))
-        torch.distributed.destroy_process_group()
-        return
     found = table()
     if arguments == ["--write"]:
         text = README.read_text(encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import test_trl
 import torch
 import torch.distributed as dist
 import trl_parity
-from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trl.trainer import grpo_trainer
@@ -128,15 +126,8 @@ def check_corrections() -> None:
     assert batch["num_items_in_batch"] == sums[2]
 
 
-def all_of_it(
-    rank: int, group: Any, *, folder: Path, names: list[str], titles: list[str], models: dict[str, str]
-) -> None:
-    """models: the folder of each family's model, which in a process group rank 0 alone would write."""
-    trl_parity.saved_model = models.__getitem__
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
-    os.environ.update(ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu")
-    AcceleratorState._reset_state(reset_partial_state=True)  # which a fork has of its parent
-    found = trl_parity.worker(folder, names, titles)
+def check(runs: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """runs: results of these processes so far."""
     check_truncated_sampling()
     check_truncated_sampling_under_fsdp2()
     check_corrections()
@@ -144,4 +135,4 @@ def all_of_it(
     check_fsdp2({"loss_type": "grpo", "top_entropy_quantile": 0.5}, head_alone=True)
     if find_spec("deepspeed"):
         title = "dapo, two processes"
-        check_zero_3(title, found["trl", title])
+        check_zero_3(title, runs["trl", title])
