@@ -115,12 +115,25 @@ def test_eight_chunks_are_as_exact_as_eagers_one(dtype, ids, backend):
 @pytest.mark.parametrize("function", LOSSES[:4])
 @pytest.mark.parametrize("dtype", HALF)
 def test_gradients_of_every_function(dtype, function, backend):
-    batch = half_batch(dtype, CONFIGS["grpo"], ids="sampled")
-    found, exact = leaves(batch), leaves(batch.cast(torch.float64))
-    loss_by(function, found, backend, entropy_coef=0.01, temperature=0.8).backward()
-    loss_by(function, exact, "torch", entropy_coef=0.01, temperature=0.8).backward()
-    for name in ("hidden", "weight"):
-        assert relative(getattr(found, name).grad, getattr(exact, name).grad) <= 0.01, name
+    batch, options = half_batch(dtype, CONFIGS["grpo"], ids="sampled"), dict(entropy_coef=0.01, temperature=0.8)
+    for softcap in (None, 8.0):
+        found, exact = leaves(batch), leaves(batch.cast(torch.float64))
+        loss_by(function, found, backend, logit_softcap=softcap, **options).backward()
+        loss_by(function, exact, "torch", logit_softcap=softcap, **options).backward()
+        for name in ("hidden", "weight"):
+            assert relative(getattr(found, name).grad, getattr(exact, name).grad) <= 0.01, (name, softcap)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_padding_that_is_computed_may_hold_nan(dtype, backend):
+    batch = off_policy(make_batch(3, masked=True)).head_as(dtype)
+    padding = batch.options["completion_mask"].logical_not()[..., None]
+    found, expected = (
+        fused(dataclasses.replace(batch, hidden=batch.hidden.masked_fill(padding, x)), config, backend)
+        for config in (gk.GRPOConfig(static_shapes=True, chunk_rows=8),) for x in (torch.nan, 0.0)
+    )  # fmt: skip
+    for name, x in found.grads.items():
+        assert torch.equal(x, expected.grads[name]) and x.any(), name
 
 
 @pytest.mark.parametrize("dtype", HALF)
