@@ -41,7 +41,7 @@ class SampledEntries(NamedTuple):
     """The entries of a chunk's dlogits at the sampled ids, before they were rounded to 16 bits."""
 
     ids: Tensor  # (C,) int64, -1 where another rank has the column
-    values: Tensor  # (C,) float32; 0 where there is no gradient, or no column
+    values: Tensor  # (C,) float32; 0 where there is no gradient, anything where there is no column
 
     @property
     def columns(self) -> Tensor:
@@ -57,8 +57,7 @@ class SampledEntries(NamedTuple):
 
     def as_rounded(self, dlogits: Tensor) -> SampledEntries:
         """These of dlogits (C, V), to which something was added."""
-        found = dlogits.gather(1, self.columns)[:, 0].float()
-        return self._replace(values=torch.where(self.ids >= 0, found, 0.0))
+        return self._replace(values=dlogits.gather(1, self.columns)[:, 0].float())
 
     def take_out(self, dlogits: Tensor) -> None:
         """Put 0 in their place."""

@@ -222,7 +222,7 @@ class HeadPass:
         if self.transform.softcap:
             capped = (lse + logp) * temperature / self.transform.softcap  # tanh of the logit over the cap
             values = values * (1 - capped * capped)
-        has_gradient = (ids >= 0) & ((own != 0) | (of_entropy != 0))
+        has_gradient = (own != 0) | (of_entropy != 0)
         return SampledEntries(ids, torch.where(has_gradient, values, 0.0).float())
 
     def put(self, rows: Rows, found: Statistics) -> None:
