@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels.commands.bench.cases import SETS, jobs
-from grpo_kernels.commands.bench.peers import select
+from grpo_kernels.commands.bench.table import select
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

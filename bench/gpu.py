@@ -1,7 +1,7 @@
 """All that a GPU machine without network can say about this checkout, in one JSON that is written as results come.
 
     python bench/gpu.py --output gpu.json --minutes 7                  # build, check, tests, headline
-    python bench/gpu.py --output gpu.json --minutes 6 --resume --peers DIR --stages build sampling benchmark trl_step
+    python bench/gpu.py --output gpu.json --minutes 6 --resume --peers DIR --stages build sampling benchmark trainer
 
 Every command is a process with a limit of time. What hangs, crashes or gives wrong results is named and
 its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
@@ -36,11 +36,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "build" / "gpu" / "site-packages"
 BACKENDS = ("cuda", "triton")
 # Seconds of one command, in which Triton may compile for minutes; and of silence, in the benchmark and in pytest.
-LIMITS = dict(build=300, check=120, headline=150, tests=200, trl_step=150, sampling=180)
+LIMITS = dict(build=300, check=120, headline=150, tests=200, trainer=150, sampling=180)
 SILENCE = 90.0
 VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", which take the backend of "auto"
-BENCHES = {"headline": "headline", "benchmark": "heads"}  # stages that are a set of `grpo-kernels bench`
-SCRIPTS = ("trl_step", "sampling")  # stages that are a script of this folder
+# Stages that are a set of `grpo-kernels bench`.
+BENCHES = {"headline": "headline", "benchmark": "heads", "trainer": "trainer", "sampling": "sampling"}
 # Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
 TESTS = ("-n", "4", "--maxschedchunk", "1", "--tb=short", "-o", "faulthandler_exit_on_timeout=true")
 UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
@@ -188,8 +188,8 @@ def bench(report: Report, stage: str) -> None:
     output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
     options = ["--set", name]
     if report.options.shapes:
-        against = ["--against", "ours-cuda", "ours-triton"] if name == "headline" else []
-        options = ["--shapes", *report.options.shapes, *against]
+        more = {"headline": ["--against", "ours-cuda", "ours-triton"], "heads": []}
+        options = ["--shapes", *report.options.shapes, *more.get(name, ["--modes", name])]
     minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", 5, "--no-figures"]
     command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
@@ -239,22 +239,11 @@ def tests(report: Report) -> None:
         report.fail(f"none of {len(lines)} tests passed; {ended.failure}")
 
 
-def script(report: Report, stage: str) -> None:
-    """A script of this folder, whose document goes into the report as far as it was written."""
-    output = report.path.with_suffix(f".{stage}.json")
-    output.unlink(missing_ok=True)  # of an earlier call
-    command = (f"bench/{stage}.py", "--device", report.options.device, "--output", output)
-    report.judge(stage, report.python(*command, limit=LIMITS[stage]))
-    if output.exists():
-        report.data[stage] = json.loads(output.read_text())
-
-
 STAGES: dict[str, Callable[[Report], None]] = {
     "build": build,
     "check": check,
     "tests": tests,
     **{stage: functools.partial(bench, stage=stage) for stage in BENCHES},
-    **{stage: functools.partial(script, stage=stage) for stage in SCRIPTS},
 }
 DEFAULT_STAGES = ("build", "check", "tests", "headline")
 

@@ -20,8 +20,8 @@ from grpo_kernels.commands.bench.cases import Case
 from grpo_kernels.commands.bench.inputs import Inputs, make_inputs
 from grpo_kernels.commands.bench.machine import synchronize
 from grpo_kernels.commands.bench.measure import prepare
-from grpo_kernels.commands.bench.peers import IMPLEMENTATIONS
 from grpo_kernels.commands.bench.reference import Reference, off_policy, reference
+from grpo_kernels.commands.bench.table import IMPLEMENTATIONS
 
 
 @lru_cache(maxsize=1)  # tests of one case follow one another

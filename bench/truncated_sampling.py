@@ -19,6 +19,8 @@ from torch import Tensor
 
 from grpo_kernels import SamplingMask, fused_logps, sampling_support
 from grpo_kernels.commands.bench.machine import environment, write
+from grpo_kernels.commands.bench.models import make_tokenizer
+from grpo_kernels.commands.bench.trainers import trainer_of
 from grpo_kernels.head.truncation import Truncation, truncate
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.sampling import generate
@@ -148,14 +150,12 @@ def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def run(name: str, seed: int) -> dict[str, list[float]]:
-    from trl_step import trainer_of
-
-    words = {**{str(i): i for i in DIGITS}, "x": TIMES, "=": EQUALS, "<eos>": EOS}
+    words = {**{str(i): i for i in DIGITS}, "x": TIMES, "=": EQUALS, "<eos>": EOS, "<pad>": PAD}
     trainer = trainer_of(
-        name, policy(seed), words, [f"{a} x {b} =" for a, b in PAIRS], reward, engine, per_device_train_batch_size=64,
-        num_generations=8, max_steps=STEPS, seed=seed, learning_rate=1e-3, lr_scheduler_type="constant",
-        max_completion_length=3, top_k=TOP_K, logging_steps=1, use_cpu=True, gradient_checkpointing=False,
-        save_strategy="no", disable_tqdm=True,
+        name, policy(seed), make_tokenizer(words), [f"{a} x {b} =" for a, b in PAIRS], reward, engine,
+        per_device_train_batch_size=64, num_generations=8, max_steps=STEPS, seed=seed, learning_rate=1e-3,
+        lr_scheduler_type="constant", max_completion_length=3, top_k=TOP_K, logging_steps=1, use_cpu=True,
+        gradient_checkpointing=False, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(sync_weights=lambda: None)
     trainer._last_loaded_step = -1

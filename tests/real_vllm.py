@@ -18,6 +18,9 @@ import torch
 import training
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grpo_kernels.commands.bench.cases import make_case
+from grpo_kernels.commands.bench.inputs import make_inputs
+from grpo_kernels.commands.bench.table import IMPLEMENTATIONS
 from grpo_kernels.head.truncation import Truncation, truncate
 from grpo_kernels.trainer import vllm
 from grpo_kernels.trainer.arguments import TrainArguments
@@ -87,6 +90,12 @@ def test_an_adapter_of_either_end_is_sampled_from(changes, name, model):
             own = logps.gather(-1, torch.tensor(s.ids)[:, None])[:, 0]
             torch.testing.assert_close(s.logps, own, atol=1e-4, rtol=0)
     engine.close()
+
+
+def test_the_benchmark_samples_by_the_engine():
+    inputs = make_inputs(make_case("64x64x512", "float32", mode="sampling", generations=8), torch.device("cpu"))
+    step = IMPLEMENTATIONS["vllm"].step(inputs, "sampling")
+    assert [step(inputs).metrics["sampling/tokens"].item() for _ in range(2)] == [64, 64]
 
 
 def test_an_engine_with_other_weights_is_refused_at_set_up(model, data, tmp_path, monkeypatch, capfd):

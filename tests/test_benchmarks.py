@@ -18,12 +18,12 @@ from ranks import START_METHOD
 from torch.nn import functional
 
 from grpo_kernels.commands.bench import cases, command, measure, process
-from grpo_kernels.commands.bench.baselines import Result, Unsupported
+from grpo_kernels.commands.bench.baselines import Implementation, Result, Unsupported
 from grpo_kernels.commands.bench.cases import MODES, SETS, jobs, make_case, parse_shape
 from grpo_kernels.commands.bench.inputs import grpo_objective, make_inputs
 from grpo_kernels.commands.bench.measure import Options
-from grpo_kernels.commands.bench.peers import IMPLEMENTATIONS, Implementation, select
 from grpo_kernels.commands.bench.reference import errors, off_policy, reference, why_wrong
+from grpo_kernels.commands.bench.table import IMPLEMENTATIONS, select
 from grpo_kernels.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from unittest import mock
 
 import pytest
 import report
 import torch
+from accelerate.state import AcceleratorState
 
 from grpo_kernels.commands.bench import figures, peers
 from grpo_kernels.commands.bench.baselines import Unsupported
-from grpo_kernels.commands.bench.cases import MODES, make_case
+from grpo_kernels.commands.bench.cases import MODES, WHOLES, make_case
 from grpo_kernels.commands.bench.inputs import make_inputs, skewed_counts
-from grpo_kernels.commands.bench.peers import IMPLEMENTATIONS, select
 from grpo_kernels.commands.bench.reference import errors, off_policy, reference, why_wrong
+from grpo_kernels.commands.bench.table import IMPLEMENTATIONS, select
 
 CPU = torch.device("cpu")
 PEERS = ("trl", "liger", "liger-native", "verl", "verl-torch", "cut-cross-entropy", "quack")
@@ -28,7 +30,7 @@ def inputs_of(mode, shape="32x128x160", dtype="float32", **options):
 
 def error_of(name, inputs, mode, objective):
     """Why the result is wrong, if it is."""
-    result, right = IMPLEMENTATIONS[name].make_step(inputs, mode)(inputs), reference(inputs, mode, objective)
+    result, right = IMPLEMENTATIONS[name].step(inputs, mode)(inputs), reference(inputs, mode, objective)
     for given, like in ((result.dhidden, inputs.hidden), (result.dweight, inputs.weight)):
         assert given is None or (given.numel(), given.dtype) == (like.numel(), like.dtype)
     assert mode != "frozen" or result.dweight is None
@@ -48,6 +50,26 @@ def test_each_is_right_or_refused_with_a_sentence(name, mode):
     except Unsupported as unsupported:
         reason = str(unsupported)
         assert len(reason.split()) > 2 and "\n" not in reason and name not in SERVE
+
+
+@pytest.mark.parametrize("mode", WHOLES)
+def test_whole_models_take_a_step(mode):
+    """TRL's trainer computes the same loss with and without this package."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    inputs, losses, tokens = inputs_of(mode, "64x64x512", generations=8), [], []
+    for name in WHOLES[mode]:
+        if name == "vllm" and find_spec("vllm") is None:
+            with pytest.raises(Unsupported, match="pip install vllm"):
+                IMPLEMENTATIONS[name].step(inputs, mode)
+            continue
+        step = IMPLEMENTATIONS[name].step(inputs, mode)
+        loss, *_, metrics = [step(inputs) for _ in range(2)][1]
+        losses += [] if loss is None else [loss.item()]
+        tokens += [] if metrics is None else [metrics["sampling/tokens"].item()]
+    assert losses == ([] if mode != "trainer" else [pytest.approx(losses[0], abs=1e-5)] * 3)
+    assert set(tokens) == ({64} if mode == "sampling" else set())
+    with pytest.raises(Unsupported, match=f"has no mode {mode}"):
+        IMPLEMENTATIONS["ours"].step(inputs, mode)
 
 
 def test_names_are_selected_by_patterns_in_the_order_of_the_table():

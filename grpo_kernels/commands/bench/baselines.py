@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cases import DIVERGENCES
+from .cases import DIVERGENCES, MODES
 from .inputs import Inputs, grpo_objective, token_divergences
 
 
@@ -39,13 +39,20 @@ class Implementation(NamedTuple):
 
     `make_step(inputs, mode)` gives the function that is timed, or raises `Unsupported`. `objective` is what its results
     are compared with: "grpo"; "cross_entropy", mean -logp, a yardstick that does the same matrix products; or "none".
-    An `estimate` is right in expectation: its error has no bound that rounding sets.
+    An `estimate` is right in expectation: its error has no bound that rounding sets. It has these `modes`.
     """
 
     title: str
     make_step: Callable[[Inputs, str], Step]
     objective: str = "grpo"
     estimate: bool = False
+    modes: tuple[str, ...] = tuple(MODES)
+
+    def step(self, inputs: Inputs, mode: str) -> Step:
+        """Returns `make_step(inputs, mode)`; `Unsupported` for another mode."""
+        if mode not in self.modes:
+            raise Unsupported(f"has no mode {mode}")
+        return self.make_step(inputs, mode)
 
 
 def gradients(found: Result, inputs: Inputs) -> Result:

@@ -16,6 +16,11 @@ MODES = {
     "forward": "log-probabilities of the sampled ids under no_grad",
     **dict.fromkeys(DIVERGENCES, "divergence to a teacher's distribution, forward and backward, lm_head trained"),
 }
+WHOLE = {  # modes of a whole model with this head
+    "trainer": "a micro-batch of TRL's trainer: forward, loss and backward",
+    "sampling": "completions of eight to a prompt, none of which ends early",
+    "train": "a step of grpo-kernels train: sampling and an update",
+}
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS = {  # (H, V) of the lm_head
     "smollm2-135m": (576, 49152),
@@ -118,6 +123,8 @@ PRECISE = ("ours-1-chunks", "ours-8-chunks", "ours-float32", "eager", "torch-chu
 SEVERAL = ("ours", "ours-teacher*", "ours-logps", "ours-several")
 FINDING = ("ours", "ours-several", "ours-top", "ours-min_p*", "ours-top_*")
 WEIGHED = (*PLAIN, "trl", "liger")
+WHOLES = {"trainer": ("trl-trainer", "ours-patch_trl", "ours-trainer"), "train": ("ours-train",)}
+WHOLES["sampling"] = "ours-sampling", "ours-graphs", "vllm"
 BOTH = ("float32", "bfloat16")
 
 
@@ -158,6 +165,10 @@ def _counts(head: str, most: int) -> tuple[str, ...]:
 def _lengths(head: str, lengths: tuple[int, ...], against: tuple[str, ...], **options: Any) -> list[Job]:
     """Of 8 completions."""
     return [job for length in lengths for job in _jobs(f"{head}:{8 * length}", against, length=length, **options)]
+
+
+def _whole(mode: str, shape: Any, length: int, **options: Any) -> list[Job]:
+    return _jobs(shape, WHOLES[mode], mode=mode, length=length, generations=8, **options)
 
 
 _GPU_HEADS = tuple(f"{head}:16384" for head in ("llama-3-8b", "qwen2.5-7b", "qwen2.5-1.5b", "gemma-2-2b"))
@@ -271,6 +282,22 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs(shape, FINDING, dtype=dtype, mode="forward"),
         ]
         for kind, shape, dtype in (("cpu", "smollm2-135m:1024", "float32"), ("cuda", "llama-3-8b:16384", "bfloat16"))
+    },
+    # Of a whole model.
+    "trainer": {
+        "cpu": _whole("trainer", "smollm2-135m:1024", 128, dtype="float32", memory=("*",), rounds=7),
+        "cuda": _whole("trainer", "qwen2.5-0.5b:32768", 4096),
+    },
+    "sampling": {
+        kind: [
+            *_whole("sampling", first, length),
+            *_whole("train", first, length),
+            *_whole("sampling", others, length),
+        ]
+        for kind, first, others, length in (
+            ("cpu", "tiny:96", "tiny:48", 6),
+            ("cuda", "qwen2.5-0.5b:8192", ("qwen2.5-0.5b:32768", "qwen2.5-0.5b:2048"), 128),
+        )
     },
 }
 SETS["targets"] = SETS["heads"]  # its name in committed results

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Case, Job, jobs, make_case
+from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, WHOLE, WHOLES, Case, Job, jobs, make_case
 from .machine import OUT_OF_MEMORY, Document, environment, now, write
 from .measure import Options, Run, measure, measure_peak_memory, titles
-from .peers import IMPLEMENTATIONS, select
 from .process import NOT_RUN, OnProgress, run_in_subprocess
+from .table import IMPLEMENTATIONS, select
 
 ROUNDS = {"cpu": 5, "cuda": 15}
 LONG_S = 60.0  # for the rounds of one implementation: whoever needs more gets fewer tokens
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--set", choices=SETS, help="measurements that have a name; heads, if nothing else is said")
     add("--shapes", nargs="+", metavar="SHAPE", help=shape)
     add("--dtypes", nargs="+", choices=DTYPES, help="with --shapes; bfloat16, if nothing is said")
-    add("--modes", nargs="+", choices=MODES, help="with --shapes; step, if nothing is said")
+    add("--modes", nargs="+", choices=MODES | WHOLE, help="with --shapes; step, if nothing is said")
     add("--against", nargs="+", metavar="NAME", help=rivals)
     add("--exclude", nargs="+", metavar="NAME", default=[], help="patterns of those to leave out")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
@@ -192,7 +192,7 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
         if arguments.set:
             raise ValueError("--shapes and --set: expected one of them")
         found = [
-            Job(make_case(shape, dtype, mode=mode), RIVALS, memory=("*",))
+            Job(make_case(shape, dtype, mode=mode), WHOLES.get(mode, RIVALS), memory=("*",))
             for shape in arguments.shapes
             for dtype in arguments.dtypes or ("bfloat16",)
             for mode in arguments.modes or ("step",)
@@ -239,7 +239,7 @@ def case_table(found: Document) -> str:
     Errors are those of the gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
     """
     case = Case(**found["case"])
-    lines = [f"{case}: {MODES[case.mode]}", *([found["error"]] if "error" in found else [])]
+    lines = [f"{case}: {(MODES | WHOLE)[case.mode]}", *([found["error"]] if "error" in found else [])]
     rows = [_row(name, report) for name, report in found["implementations"].items()]
     return "\n".join([*lines, *([table(_HEADER, rows)] if rows else [])])
 

@@ -29,7 +29,7 @@ from ..env import driver_version, package_version, processor
 
 Document = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
-_PEERS = ("trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
+_PEERS = ("trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl", "vllm")
 PACKAGES = ("triton", "transformers", *_PEERS, "numpy")
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = ("csrc", "grpo_kernels/head", "grpo_kernels/kernels", "grpo_kernels/objective")  # what figures depend on

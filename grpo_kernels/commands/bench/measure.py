@@ -23,15 +23,16 @@ from .baselines import Step, Unsupported
 from .cases import Case
 from .inputs import Inputs, make_inputs
 from .machine import OUT_OF_MEMORY, describe, limit_memory, synchronize
-from .peers import IMPLEMENTATIONS
 from .process import NOT_RUN, Died, OnProgress, run_in_subprocess
 from .reference import Reference, errors, off_policy, reference, why_wrong
+from .table import IMPLEMENTATIONS
 
 Found = dict[str, dict[str, Any]]
 Run = Callable[..., Any]  # run_in_subprocess, told about progress and silence
 LEAST = 5  # rounds, where as many are asked for
 FEWEST = 8  # an eighth of the tokens: with still fewer it is the weight that takes the time
 # Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
+BASES = ("floor", "eager", "trl-trainer")  # whom everybody is compared with
 WITHOUT_MEMORY = ("floor", "compiled")
 # One of them is in the report of an implementation that had its turn.
 _RESULT = {"seconds", "error", "missing", "fewer_tokens"}
@@ -146,7 +147,7 @@ def _timed(times: list[float]) -> dict[str, Any]:
 def _add_ratios(found: Found) -> None:
     medians = {name: report["seconds"]["median"] for name, report in found.items() if "seconds" in report}
     for name, median in medians.items():
-        found[name] |= {f"ratio_to_{base}": median / medians[base] for base in ("floor", "eager") if base in medians}
+        found[name] |= {f"ratio_to_{base}": median / medians[base] for base in BASES if base in medians}
         found[name] |= {"ours_to_this": medians["ours"] / median} if "ours" in medians else {}
 
 
@@ -194,7 +195,7 @@ def prepare(
 ) -> tuple[Step | None, dict[str, Any]]:
     """The step of an implementation after its first call, None where it is missing or wrong; and what was found."""
     try:
-        step = IMPLEMENTATIONS[name].make_step(inputs, mode)
+        step = IMPLEMENTATIONS[name].step(inputs, mode)
     except Unsupported as reason:
         return None, {"missing": str(reason)}
     start = time.perf_counter()
@@ -241,7 +242,7 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     try:
         for one in (tiny, case):  # the first call starts threads, and loads what is loaded lazily
             inputs = make_inputs(one, CPU)
-            step = IMPLEMENTATIONS[name].make_step(inputs, case.mode)
+            step = IMPLEMENTATIONS[name].step(inputs, case.mode)
             if one is tiny:
                 step(inputs)
     except Unsupported:

@@ -88,8 +88,6 @@ def several(inputs: Inputs, mode: str) -> Step:
 
 def scoring(inputs: Inputs, mode: str, find: Callable[[Tensor, Tensor, Tensor], Any]) -> Step:
     """Without a gradient, from hidden states, weight and ids."""
-    if mode != "forward":
-        raise Unsupported("has no gradient")
 
     def step(inputs: Inputs) -> Result:
         find(inputs.hidden.detach(), inputs.weight.detach(), inputs.ids)
@@ -131,10 +129,10 @@ def _table() -> dict[str, Implementation]:
     table["ours-logps"] = Implementation("ours, fused_logps", logps_alone)
     table["ours-several"] = Implementation(f"ours, fused_logps of {IDS} ids", several)
     step = partial(scoring, find=lambda hidden, weight, ids: fused_top_k(hidden, weight, IDS))
-    table["ours-top"] = Implementation(f"ours, fused_top_k of {IDS}", step, "none")
+    table["ours-top"] = Implementation(f"ours, fused_top_k of {IDS}", step, "none", modes=("forward",))
     for name, rule in SUPPORTS.items():
         step = partial(scoring, find=partial(sampling_support, **rule))
-        table[f"ours-{name}"] = Implementation(f"ours, sampling_support {name}", step, "none")
+        table[f"ours-{name}"] = Implementation(f"ours, sampling_support {name}", step, "none", modes=("forward",))
     for backend in registered_backends():
         table[f"ours-{backend}"] = Implementation(f"ours, backend {backend}", partial(ours, backend=backend))
     return table

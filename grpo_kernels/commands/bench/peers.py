@@ -1,8 +1,8 @@
-"""The table of implementations; the peers torch, torchtitan, TRL, Liger and verl, and yardsticks that need the same
-matrix products.
+"""The peers torch, torchtitan, TRL, Liger and verl, and yardsticks that need the same matrix products.
 
 GRPO's objective stands on top of those that give log-probabilities. The yardsticks are fused plain cross-entropy, and
-give the mean of -logp. To add one: a function of inputs and mode, and its entry in IMPLEMENTATIONS.
+give the mean of -logp. To add one: a function of inputs and mode, and its entry in
+IMPLEMENTATIONS of table.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import baselines
-from .baselines import Implementation, Result, Step, Unsupported, make_step
+from .baselines import Result, Step, Unsupported, make_step
 from .cases import DIVERGENCES
 from .inputs import EPSILON, Inputs, token_losses
-from .ours import OURS
 
 _TORCH_CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
 _TITAN_CHUNKS = 8  # its default
@@ -52,7 +49,7 @@ def load(name: str, extra: str = "peers") -> ModuleType:
         return _load_verl(name) if name.startswith("verl.") else importlib.import_module(name)
     except ModuleNotFoundError as error:
         # verl's dependencies pin transformers and bring Ray; what is used here needs none of them.
-        requirement = "--no-deps verl" if name.startswith("verl.") else f"'grpo-kernels[{extra}]'"
+        requirement = {"verl": "--no-deps verl", "vllm": "vllm"}.get(name.split(".")[0], f"'grpo-kernels[{extra}]'")
         raise Unsupported(f"not installed ({error}): pip install {requirement}") from error
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
@@ -278,40 +275,3 @@ def quack(inputs: Inputs, mode: str) -> Step:
         return found["lse"] - found["target_logit"]
 
     return _cross_entropy(epilogue if mode == "forward" else module.chunked_linear_cross_entropy, mode)
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    **OURS,
-    "floor": Implementation("bare matrix products", baselines.floor, "none"),
-    "eager": Implementation("eager PyTorch", baselines.eager),
-    "torch": Implementation("torch's linear_cross_entropy", partial(torch_head, chunked=False)),
-    "torch-chunked": Implementation("torch's linear_cross_entropy, in chunks", partial(torch_head, chunked=True)),
-    "trl": Implementation("TRL", trl),
-    "liger": Implementation("Liger", liger),
-    "liger-native": Implementation("Liger, CuTe kernels for Hopper", liger_native),
-    "verl": Implementation("verl, Triton", verl),
-    "verl-torch": Implementation("verl, torch in chunks", verl_torch),
-    "cut-cross-entropy": Implementation("Cut Cross-Entropy (plain cross-entropy)", cut_cross_entropy, "cross_entropy"),
-    "quack": Implementation("QuACK (plain cross-entropy)", quack, "cross_entropy"),
-    # Those whose first call may take a minute come last.
-    "torchtitan": Implementation("torchtitan's chunked loss", torchtitan),
-    "compiled": Implementation("compiled eager", baselines.compiled),
-}
-
-
-def select(patterns: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """Names that match any of the patterns, as in `ours*`, and none of `without`.
-
-    ValueError where one of `patterns` matches no implementation.
-    """
-    for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in IMPLEMENTATIONS):
-            raise ValueError(f"{pattern!r} is no implementation; there are {', '.join(IMPLEMENTATIONS)}")
-    return [
-        name
-        for name in IMPLEMENTATIONS
-        if any(fnmatch(name, pattern) for pattern in patterns) and not any(fnmatch(name, out) for out in without)
-    ]
