@@ -8,7 +8,6 @@ written: what differs from its file, or names none, is an error.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,11 @@ EXCEPTIONS = (
     "within 1 GiB", "within 512 MiB", "blocks of 32 MiB", "up to 4 GiB", "fit into 4 GiB", "(512 MiB on a CPU)",
 )  # fmt: skip
 H100, LAB = "gpu/h100-targets.json", "gpu/h100-lab.json"  # of gpu.py; of a script for this one machine
-FILES = ("cpu.json", "cpu-masks.json", "cpu-sweeps.json", "distillation/cpu.json", "gpu-h200.json", H100, LAB)
+FILES = (
+    "cpu.json", "cpu-masks.json", "cpu-sweeps.json", "cpu-host.json", "distillation/cpu.json", "steps/top-k.json",
+    "gpu-h200.json", H100, LAB,
+)  # fmt: skip
+ERRORS = ("cpu-precision.json", "dweight/cpu.json", "sparse/cpu.json")
 PLACES = {"CPU": ("cpu.json", "cpu-sweeps.json"), "H200": ("gpu-h200.json",), "H100": (H100, LAB)}
 TRAINERS = {
     "eager": "eager PyTorch", "compiled": "eager PyTorch, compiled", "trl": "TRL", "liger": "Liger, PyTorch head",
@@ -74,7 +77,7 @@ def filled_pages(pages: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     tables = {
         "README.md": [summary({name: load(name) for name in FILES})],
         "bench/README.md": older or ["Nothing: all files are of the code as it is."],
-        "bench/RESULTS.md": [*sections(), sparse(load("sparse/cpu.json")), dweight(load("dweight/cpu.json")),
+        "bench/RESULTS.md": [*sections(), *(errors(name, load(name)) for name in ERRORS),
                              time_to_reward(load("trainer/time-to-reward.json"))],
         "grpo_kernels/README.md": [rounding(load("truncated/rounding.json"))],
     }  # fmt: skip
@@ -119,8 +122,6 @@ def load(name: str) -> Document:
     """Returns a document of `grpo-kernels bench`, which bench/gpu.py has inside its own."""
     document = json.loads((RESULTS / name).read_text())
     found: Document = document.get("targets", document)
-    for case in found.get("cases", ()):
-        case["teacher"] = case["case"].pop("divergence", "")  # a field of an earlier revision
     return found
 
 
@@ -169,52 +170,30 @@ def section(name: str, document: Document) -> str:
     for title, key in (("error of dhidden", "dhidden"), ("of a log-probability", "logps_max")):
         columns[f"{title} (eager's)"] = [_errors(found, key) for found in reports]
     columns = {title: cells for title, cells in columns.items() if any(cells)}
-    teachers = [f", {case['teacher']} to a teacher" if case["teacher"] else "" for case in cases]
-    names = [f"{Case(**case['case'])}{teacher}" for case, teacher in zip(cases, teachers, strict=True)]
+    names = [str(Case(**case["case"])) for case in cases]
     rows = [[name, *cells] for name, *cells in zip(names, *columns.values(), strict=True)]
     head = f"**{name}.** {place(document)}: `{document['environment']['command']}`"
     return f"{head}\n\n{table(('case (N, H, V)', *columns), rows)}"
 
 
-def sparse(document: Document) -> str:
-    """Returns a table per temperature of samples: time and errors of gradients that are rounded to few entries."""
+def errors(name: str, document: Document) -> str:
+    """Returns a table per case, of a row per implementation: its time, its errors against float64, what it keeps."""
+    kept, dense = "metrics > sparse/kept", "metrics > sparse/dense"
     columns = {
-        "kept": ("kept", ",.0f"), "by products": ("dense", ".1f", "%"), "error of dhidden": ("errors > dhidden", ".1e"),
-        "of dweight": ("errors > dweight", ".1e"), "time of exact": ("of_exact", ".2f"),
-        "of products": ("of_products", ".2f"), "peak MiB": ("peak_bytes", ",.0f", "MiB"),
+        "ms": ("seconds > median", ",.0f", "ms"), "ours to this": ("ours_to_this", ".2f"),
+        "of bare matrix products": ("ratio_to_floor", ".2f"), "peak MiB": ("peak_bytes", ",.0f", "MiB"),
+        "ids of a token": (kept, ",.0f"), "tokens with all, %": (dense, ".1f", "%"),
+        "error of dhidden": ("errors > dhidden", ".2e"), "of dweight": ("errors > dweight", ".2e"),
+        "of log-probabilities, nats": ("errors > logps_rms", ".1e"),
     }  # fmt: skip
-    parts = [
-        f"**sparse/cpu.json.** {place(document)}: `GRPOConfig(sparse_backward=theta)` on the head of "
-        "SmolLM2-135M-Instruct; medians of interleaved rounds, relative errors against float64 from the same inputs."
-    ]
-    for batch in document["batches"]:
-        rows = [[_theta(row), *(_cell(row, *of) for of in columns.values())] for row in batch["rows"]]
-        title = f"{batch['tokens']:,} tokens sampled at T {batch['temperature']}, {batch['entropy']:.2f} nats:"
-        parts += [title, table(("theta, type", *columns), rows)]
+    parts = [f"**{name}.** {place(document)}: `{document['environment']['command']}`"]
+    for case in document["cases"]:
+        reports = case["implementations"].values()
+        cells = {title: [_cell(one, *of) for one in reports] for title, of in columns.items()}
+        cells = {title: found for title, found in cells.items() if any(found)}
+        rows = zip((one["title"] for one in reports), *cells.values(), strict=True)
+        parts += [f"{Case(**case['case'])}:", table(("", *cells), list(rows))]
     return "\n\n".join(parts)
-
-
-def _theta(row: Document) -> str:
-    if "model" in row:
-        return f"{row['model']}, in float64"
-    theta = f"2^{math.log2(row['theta']):.0f}" if row["theta"] else "exact"
-    return f"{theta}, {row['dtype'].removeprefix('torch.')}"
-
-
-def dweight(document: Document) -> str:
-    """Returns a row per number of chunks: the error of the weight's gradient, summed in bfloat16."""
-    titles, batches = ["chunks"], document["batches"]
-    for batch in batches:
-        titles += [f"error, T {batch['temperature']}", f"of one chunk's, T {batch['temperature']}"]
-    rows = []
-    for name in batches[0]["errors"]:
-        of = ((f"errors > {name}", ".2e"), (f"errors > {name} / errors > 1", ".2f"))
-        rows.append([name, *(text_of(batch, *one) for batch in batches for one in of)])
-    return (
-        f"**dweight/cpu.json.** {place(document)}: what adding up the shares of chunks in bfloat16 rounds of the "
-        "weight's gradient, on samples of SmolLM2-135M-Instruct; float32 is a float32 sum, rounded at the end.\n\n"
-        f"{table(titles, rows)}"
-    )
 
 
 def time_to_reward(document: Document) -> str:

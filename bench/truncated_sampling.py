@@ -20,6 +20,7 @@ from torch import Tensor
 from grpo_kernels import SamplingMask, fused_logps, sampling_support
 from grpo_kernels.commands.bench.machine import environment, write
 from grpo_kernels.commands.bench.models import make_tokenizer
+from grpo_kernels.commands.bench.samples import chat_model, states, stories
 from grpo_kernels.commands.bench.trainers import trainer_of
 from grpo_kernels.head.truncation import Truncation, truncate
 from grpo_kernels.trainer.arguments import TrainArguments
@@ -34,36 +35,18 @@ RULES = {
     "top_k 20": dict(top_k=20), "top_p 0.9": dict(top_p=0.9), "top_k 50, top_p 0.9": dict(top_k=50, top_p=0.9),
     "min_p 0.05": dict(min_p=0.05),
 }  # fmt: skip
-WORDS = ["sea", "war", "tea", "sun", "gold", "law", "rain", "time", "snow", "fish", "bread", "milk"]
 
 
 @torch.no_grad()
 def rounding() -> dict[str, Any]:
     """Engines sample the next token of given texts, a float32 trainer scores it. One engine rounds only the logits to
     bfloat16, the other computes all in it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from grpo_kernels.trainer.demo import smollm2
-
-    folder = smollm2()
-    lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    chats = [[{"role": "user", "content": f"Write a short story about {word}."}] for word in WORDS]
-    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+    lm, tokenizer = chat_model()
     torch.manual_seed(0)
-    options = dict(ends=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
-    texts = generate(lm, prompts, TrainArguments(max_completion_length=128), **options)
-
-    def states(model: Any) -> Tensor:
-        rows = [
-            model.model(torch.tensor([p + t.ids])).last_hidden_state[0, len(p) - 1 : -1]
-            for p, t in zip(prompts, texts, strict=True)
-        ]
-        return torch.cat(rows)
-
-    hidden, weight = states(lm), lm.get_output_embeddings().weight.clone()
+    prompts, texts = stories(lm, tokenizer)
+    hidden, weight = states(lm, prompts, texts), lm.get_output_embeddings().weight.clone()
     engines = {"bfloat16 logits": (hidden @ weight.T).bfloat16().float()}
-    engines["bfloat16 model"] = (states(lm.bfloat16()) @ weight.bfloat16().T).float()
+    engines["bfloat16 model"] = (states(lm.bfloat16(), prompts, texts) @ weight.bfloat16().T).float()
     found: dict[str, Any] = {"tokens": len(hidden)}
     for engine, z in engines.items():
         found[engine] = {name: compared(hidden, weight, z, rule) for name, rule in RULES.items()}

@@ -44,7 +44,8 @@ class Case:
     `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term. `masked_share` of
     the completions have a sampling mask of `kept_ids` ids for each token, on average if `skewed`: the counts are then
     those of `skewed_counts`. With 0 there is no mask. Ids are uniform in the vocabulary, and the policy's entropy is
-    within 2 nats of the most there is; or the policy's mean entropy is `entropy`, in nats, and ids are its samples.
+    within 2 nats of the most there is; or the policy's mean entropy is `entropy`, in nats, and ids are its samples; or
+    hidden states, weight and ids are those of SmolLM2-135M-Instruct, sampled at this `temperature`.
     """
 
     head: str
@@ -61,6 +62,7 @@ class Case:
     masked_share: float = 1.0
     skewed: bool = False
     entropy: float = 0.0
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.hidden_size, self.vocab_size, self.length, self.generations) < 1:
@@ -69,6 +71,8 @@ class Case:
             raise ValueError(
                 f"tokens={self.tokens}; expected a multiple of generations * length = {self.generations * self.length}"
             )
+        if self.temperature and (self.hidden_size, self.vocab_size) != HEADS["smollm2-135m"]:
+            raise ValueError(f"temperature={self.temperature:g} with {self.head}; samples are of smollm2-135m")
 
     def __str__(self) -> str:
         parts = [f"{self.head} ({self.tokens}, {self.hidden_size}, {self.vocab_size})", self.dtype, self.mode]
@@ -81,6 +85,8 @@ class Case:
             parts.append(f"{self.kept_ids} ids kept{' on average' * self.skewed}{share}")
         if self.entropy:
             parts.append(f"samples of {self.entropy:g} nats")
+        if self.temperature:
+            parts.append(f"samples at T {self.temperature:g}")
         return ", ".join(parts)
 
 
@@ -249,21 +255,24 @@ SETS: dict[str, dict[str, list[Job]]] = {
     },
     # What a gradient of few entries costs and how far off it is, by the entropy of the policy.
     "sparse": {
-        "cpu": _jobs("smollm2-135m:2048", SPARSE, memory=SPARSE[:2], dtype=BOTH, length=256, entropy=(1.0, 2.5, 5.0)),
+        "cpu": [
+            *_jobs("smollm2-135m:2048", SPARSE, memory=SPARSE[:2], dtype=BOTH, length=256, temperature=(0.7, 1.0)),
+            *_jobs("smollm2-135m:2048", SPARSE, dtype=BOTH, length=256, entropy=5.0),
+        ],
         "cuda": _jobs(_GPU_HEADS[:2], SPARSE, entropy=(1.0, 2.5, 5.0)),
     },
     # What adding up the shares of chunks in 16 bits rounds of the weight's gradient.
     "dweight": {
-        "cpu": _jobs("smollm2-135m:2048", CHUNKED, length=256, entropy=(1.0, 2.5)),
+        "cpu": _jobs("smollm2-135m:2048", CHUNKED, length=256, temperature=(0.7, 1.0)),
         "cuda": _jobs(_GPU_HEADS[:2], CHUNKED, entropy=(1.0, 2.5)),
     },
     # Errors against float64, of random ids and of a policy's samples.
     "precision": {
-        kind: _jobs(heads, PRECISE, entropy=(0.0, 1.0))
-        for kind, heads in (
-            ("cpu", ("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512")),
-            ("cuda", _GPU_HEADS[:3]),
-        )
+        "cpu": [
+            *_jobs(("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512"), PRECISE, entropy=(0.0, 1.0)),
+            *_jobs("smollm2-135m:2048", PRECISE, temperature=(0.7, 1.0)),
+        ],
+        "cuda": _jobs(_GPU_HEADS[:3], PRECISE, entropy=(0.0, 1.0)),
     },
     # The divergence to a teacher's distribution over the whole vocabulary.
     "teachers": {

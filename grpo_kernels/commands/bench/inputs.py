@@ -14,6 +14,7 @@ from ...rewards import group_advantages
 from ...sampling_mask import SamplingMask
 from ...teacher import Teacher
 from .cases import DIVERGENCES, Case
+from .samples import chat_samples
 
 EPSILON = 0.2
 SOME = 128  # tokens, whose logits are in memory at a time
@@ -59,8 +60,8 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
-    """Random inputs whose logits have standard deviation 2, or that of the case's entropy; made in place, without a
-    temporary as large as the weight.
+    """Random inputs whose logits have standard deviation 2, or that of the case's entropy, made in place, without a
+    temporary as large as the weight; or a chat model's.
 
     old_logps and ref_logps are near those of a uniform policy; `off_policy` puts them near this policy's.
     """
@@ -77,7 +78,12 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     weight = normal(case.vocab_size, case.hidden_size, dtype=dtype)
     hidden = normal(batch, length, case.hidden_size, dtype=dtype)
     weight.mul_(2 / math.sqrt(case.hidden_size))
-    if case.entropy:
+    if case.temperature:
+        states, head, sampled = chat_samples(case.tokens, case.temperature)
+        hidden.copy_((states / case.temperature).view_as(hidden))
+        weight.copy_(head)
+        ids = sampled.view(batch, length).to(device)
+    elif case.entropy:
         _sharpen(hidden, weight, case.entropy, generator)
         ids = _samples(hidden, weight, generator)
     else:

@@ -17,6 +17,7 @@ from ...names import DIVERGENCES, Divergence
 from .baselines import Implementation, Result, Step, Unsupported, make_step
 from .inputs import EPSILON, Inputs, nearby_teacher
 
+SHOWN = ("entropy", "sparse/")  # metrics, in the report
 IDS = 100  # per token, where there are more than the sampled one
 SUPPORTS: dict[str, dict[str, Any]] = {
     "min_p-0.05": dict(min_p=0.05), "top_k-50": dict(top_k=50), "top_p-0.9": dict(top_p=0.9),
@@ -53,7 +54,7 @@ def ours(
             ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
             advantages=inputs.advantages, config=config, backend=backend, teacher=beside,
         )  # fmt: skip
-        metrics = {name: value for name, value in output.metrics.items() if name.startswith("sparse/")}
+        metrics = {name: value for name, value in output.metrics.items() if name.startswith(SHOWN)}
         return Result(output.loss, output.logps if config.score_inactive else None, metrics=metrics)
 
     def divergence(inputs: Inputs) -> Tensor:

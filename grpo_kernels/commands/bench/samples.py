@@ -1,0 +1,71 @@
+"""Hidden states of SmolLM2-135M-Instruct and the ids that it sampled: what a policy computes, beside random inputs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORDS = ["sea", "war", "tea", "sun", "gold", "law", "rain", "time", "snow", "fish", "bread", "milk"]
+LENGTH = 128  # tokens of a completion, at most
+
+
+def chat_samples(tokens: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns hidden states (tokens, 576), weight (49152, 576), both float32, and ids (tokens,) int64.
+
+    They come from the file beside the model where an earlier call of this process or another made them.
+    ImportError where the model's package is missing.
+    """
+    lm, tokenizer = chat_model()
+    folder = Path(lm.name_or_path)
+    file = folder.with_name(f"{folder.name}-{tokens}-samples-{temperature:g}.pt")
+    if not file.exists():
+        torch.manual_seed(0)
+        hidden: list[Tensor] = []
+        ids: list[int] = []
+        while len(ids) < tokens:
+            prompts, texts = stories(lm, tokenizer, temperature)
+            hidden.append(states(lm, prompts, texts))
+            ids += itertools.chain.from_iterable(texts)
+        draft = file.with_suffix(f".{os.getpid()}")
+        torch.save((torch.cat(hidden)[:tokens].clone(), torch.tensor(ids[:tokens])), draft)
+        draft.replace(file)
+    found, sampled = torch.load(file, weights_only=True)
+    return found, lm.get_output_embeddings().weight.detach(), sampled
+
+
+def chat_model() -> tuple[Any, Any]:
+    """Returns SmolLM2-135M-Instruct in float32 and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ...trainer.demo import smollm2
+
+    folder = smollm2()
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return lm, AutoTokenizer.from_pretrained(folder)
+
+
+def stories(lm: Any, tokenizer: Any, temperature: float = 1.0) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the ids of a prompt for each of WORDS, and those of a completion of each."""
+    from ...trainer.arguments import TrainArguments
+    from ...trainer.sampling import generate
+
+    chats = [[{"role": "user", "content": f"Write a short story about {word}."}] for word in WORDS]
+    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+    arguments = TrainArguments(max_completion_length=LENGTH, temperature=temperature)
+    found = generate(lm, prompts, arguments, ends=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
+    return prompts, [one.ids for one in found]
+
+
+@torch.no_grad()
+def states(lm: Any, prompts: list[list[int]], texts: list[list[int]]) -> Tensor:
+    """Returns the hidden states (N, H) from which the ids of the texts are predicted, one text after another."""
+    rows = [
+        lm.model(torch.tensor([prompt + text])).last_hidden_state[0, len(prompt) - 1 : -1]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return torch.cat(rows)
