@@ -294,7 +294,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
     },
     # Of a whole model.
     "trainer": {
-        "cpu": _whole("trainer", "smollm2-135m:1024", 128, dtype="float32", memory=("*",), rounds=7),
+        "cpu": _whole("trainer", "smollm2-135m:1024", 128, dtype="float32", memory=WHOLES["trainer"], rounds=7),
         "cuda": _whole("trainer", "qwen2.5-0.5b:32768", 4096),
     },
     "sampling": {

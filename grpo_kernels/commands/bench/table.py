@@ -27,11 +27,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         "Cut Cross-Entropy (plain cross-entropy)", peers.cut_cross_entropy, "cross_entropy"
     ),
     "quack": Implementation("QuACK (plain cross-entropy)", peers.quack, "cross_entropy"),
+    **TRAINERS,
+    **ROLLOUTS,
     # Those whose first call may take a minute come last.
     "torchtitan": Implementation("torchtitan's chunked loss", peers.torchtitan),
     "compiled": Implementation("compiled eager", baselines.compiled),
-    **TRAINERS,
-    **ROLLOUTS,
 }
 
 
