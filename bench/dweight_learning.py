@@ -1,6 +1,6 @@
 """What a model learns when the gradient of its head is a sum in 16 bits, or in float32: reward, entropy, gradient norm.
 
-    python bench/dweight_learning.py [--steps 40] [--seeds 3] [--output bench/results/dweight/learning.json]
+    python bench/dweight_learning.py [--steps 40] [--seeds 3] [--jobs 1] [--output bench/results/dweight/learning.json]
 
 `grpo-kernels demo --model smollm2` with bfloat16 weights, chunks of eight tokens (some fifteen to sixty in a step) and
 either `dweight_sum`; nothing else differs between the two runs of a seed. A run takes minutes on two cores.
@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -27,12 +28,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/dweight/learning.json")
     given = parser.parse_args()
-    found = {"environment": environment(torch.device("cpu")), "runs": []}
-    for seed in range(given.seeds):
-        for dweight_sum in SUMS:
-            found["runs"].append({"seed": seed, "dweight_sum": dweight_sum, **run(seed, dweight_sum, given.steps)})
+    runs: list[dict[str, object]] = []
+    found = {"environment": environment(torch.device("cpu")), "runs": runs}
+    which = [(seed, dweight_sum) for seed in range(given.seeds) for dweight_sum in SUMS]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        logs = pool.map(lambda one: run(*one, given.steps), which)
+        for (seed, dweight_sum), log in zip(which, logs, strict=True):
+            runs.append({"seed": seed, "dweight_sum": dweight_sum, **log})
             write(given.output, found)
 
 

@@ -95,6 +95,7 @@ def draw() -> None:
     (FIGURES / "step.svg").write_text(step())
     with rc_context(figures.STYLE):
         truncated(load("truncated/learning.json")).savefig(FIGURES / "truncated-sampling.png", dpi=figures.DPI)
+        dweight_learning(load("dweight/learning.json")).savefig(FIGURES / "dweight-learning.png", dpi=figures.DPI)
 
 
 def step() -> str:
@@ -132,17 +133,44 @@ def rewrite(page: str, *parts: str) -> str:
 
 
 def truncated(document: Document) -> Figure:
-    """Draws the runs of truncated_sampling.py: a line for each seed, of means over ten steps."""
-    title = "The times table, sampled with top_k 20 of 256 ids: three seeds"
-    figure, axes = figures.sheet(document, title, 2, 2.6)
+    """Draws the runs of truncated_sampling.py, as means over ten steps."""
     ratio = "sampling/importance_sampling_ratio/mean"
     names = {"reward": "reward", ratio: "mean weight of a sequence: importance ratio, at most 3"}
+    runs = {
+        trainer: [{key: means(run[key]) for key in names} for run in document["runs"][trainer]]
+        for trainer in ("TRL", "FusedGRPOTrainer")
+    }
+    return curves(document, "The times table, sampled with top_k 20 of 256 ids: three seeds", names, runs)
+
+
+def dweight_learning(document: Document) -> Figure:
+    """Draws the runs of dweight_learning.py."""
+    names = {"reward": "reward", "entropy": "entropy, nats", "grad_norm": "norm of the gradient"}
+    names["evaluation"] = "reward of greedy completions, of held-out prompts"
+    runs: dict[str, list[dict[str, dict[int, float]]]] = {"float32": [], "weight": []}
+    for run in document["runs"]:
+        found = {key: {x["step"]: x[key] for x in run["log"] if key in x} for key in ("reward", "entropy", "grad_norm")}
+        greedy = {x["step"]: x["evaluation"]["greedy"] for x in run["log"] if "evaluation" in x}
+        runs[run["dweight_sum"]].append(found | {"evaluation": greedy})
+    titled = {f"dweight_sum={name}": found for name, found in runs.items()}
+    return curves(document, "The gradient of the head summed in float32, and in 16 bits: three seeds", names, titled)
+
+
+def means(values: list[float]) -> dict[int, float]:
+    """Returns those of ten steps, by the step in their middle."""
+    return {i + 5: sum(values[i : i + 10]) / 10 for i in range(len(values) - 9)}
+
+
+def curves(
+    document: Document, title: str, names: dict[str, str], runs: dict[str, list[dict[str, dict[int, float]]]]
+) -> Figure:
+    """Draws a panel for each of names, with a line for each run: a value by optimizer step."""
+    figure, axes = figures.sheet(document, title, len(names), 2.6)
     for axis, (key, name) in zip(axes, names.items(), strict=True):
-        for trainer, colour in (("TRL", "trl"), ("FusedGRPOTrainer", "ours")):
-            for seed, run in enumerate(document["runs"][trainer]):
-                means = [sum(run[key][i : i + 10]) / 10 for i in range(len(run[key]) - 9)]
-                label = None if seed else trainer
-                axis.plot(range(5, 5 + len(means)), means, color=figures.COLOURS[colour], label=label)
+        for (label, several), colour in zip(runs.items(), ("trl", "ours"), strict=True):
+            for seed, run in enumerate(several):
+                shown = None if seed else label
+                axis.plot([*run[key]], [*run[key].values()], color=figures.COLOURS[colour], label=shown)
         axis.set(title=name, xlabel="optimizer step", ylim=0)
         axis.legend(frameon=False)
     return figure
