@@ -45,6 +45,8 @@ def test_a_case_by_name_and_by_numbers_and_what_it_cannot_be():
     for tokens, words in ((0, "positive"), (65, "tokens=65; expected a multiple")):
         with pytest.raises(ValueError, match=words):
             dataclasses.replace(TINY, tokens=tokens)
+    with pytest.raises(ValueError, match="temperature=1 with tiny; samples are of smollm2-135m"):
+        dataclasses.replace(TINY, temperature=1.0)
 
 
 def test_every_set_is_made_of_valid_jobs():
