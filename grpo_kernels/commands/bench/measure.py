@@ -238,7 +238,7 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     limit_memory()
     on_progress(name)
     kept = min(case.kept_ids, 8)  # with a sampling mask other libraries are loaded
-    sizes = dict(tokens=32, hidden_size=64, vocab_size=512, length=8, generations=4)
+    sizes: dict[str, Any] = dict(tokens=32, hidden_size=64, vocab_size=512, length=8, generations=4)
     tiny = replace(case, **sizes, kept_ids=kept, temperature=0.0)
     try:
         for one in (tiny, case):  # the first call starts threads, and loads what is loaded lazily
