@@ -61,8 +61,9 @@ class SampledEntries(NamedTuple):
 
     def take_out(self, dlogits: Tensor) -> None:
         """Put 0 in their place."""
-        found = dlogits.gather(1, self.columns)
-        dlogits.scatter_(1, self.columns, found.masked_fill_(self.ids[:, None] >= 0, 0.0))
+        rows, columns = torch.arange(len(dlogits), device=dlogits.device), self.ids.clamp(min=0)
+        # scatter_ would copy all of dlogits, whose rows have gaps.
+        dlogits[rows, columns] = dlogits[rows, columns].masked_fill(self.ids >= 0, 0.0)
 
 
 class LMHead:
