@@ -193,10 +193,10 @@ SETS: dict[str, dict[str, list[Job]]] = {
     "heads": {
         "cpu": [
             *_jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, memory=(*BARE, "trl"), length=256),
-            *_jobs("qwen2.5-0.5b:1024", NEAREST, dtype=BOTH, memory=BARE, length=256),
+            *_jobs("qwen2.5-0.5b:512", NEAREST, dtype=BOTH, memory=BARE, length=128),
             *_jobs("qwen2.5-0.5b:4096", PLAIN, rounds=0, memory=PLAIN, length=256),
-            *_jobs("llama-3.2-1b:512", NEAREST, dtype=BOTH, length=128),
-            *_jobs(("qwen3.5:256", "gemma-3:256", "deepseek-v3:128"), NEAREST),
+            *_jobs("llama-3.2-1b:256", NEAREST, dtype=BOTH, length=64),
+            *_jobs(("qwen3.5:128", "gemma-3:128", "deepseek-v3:128"), NEAREST),
         ],
         # A GPU is lent for minutes: the peers first; compiled eager compiles for half of one.
         "cuda": [
@@ -245,7 +245,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs("smollm2-135m:1024", (*IDLE, *WEIGHED[1:]), idle_share=_SHARES, beta=0.0, length=64),
             *_jobs("smollm2-135m:1024", IDLE, dtype="float32", idle_share=(0.0, 0.5), beta=0.0, length=64),
             *_jobs(_counts("smollm2-135m", 2048), NEAREST),
-            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), WEIGHED, rounds=0, memory=WEIGHED),
+            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024), WEIGHED, rounds=0, memory=WEIGHED),
         ],
         "cuda": [
             *_jobs("qwen2.5-1.5b:16384", (*IDLE, *WEIGHED[1:]), idle_share=(*_SHARES, 1.0), beta=0.0, length=512),
@@ -263,23 +263,25 @@ SETS: dict[str, dict[str, list[Job]]] = {
     },
     # What adding up the shares of chunks in 16 bits rounds of the weight's gradient.
     "dweight": {
-        "cpu": _jobs("smollm2-135m:2048", CHUNKED, length=256, temperature=(0.7, 1.0)),
-        "cuda": _jobs(_GPU_HEADS[:2], CHUNKED, entropy=(1.0, 2.5)),
+        "cpu": _jobs("smollm2-135m:2048", CHUNKED, rounds=1, length=256, temperature=(0.7, 1.0)),
+        "cuda": _jobs(_GPU_HEADS[:2], CHUNKED, rounds=1, entropy=(1.0, 2.5)),
     },
     # Errors against float64, of random ids and of a policy's samples.
     "precision": {
         "cpu": [
-            *_jobs(("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512"), PRECISE, entropy=(0.0, 1.0)),
-            *_jobs("smollm2-135m:2048", PRECISE, temperature=(0.7, 1.0)),
+            *_jobs(
+                ("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512"), PRECISE, rounds=1, entropy=(0.0, 1.0)
+            ),
+            *_jobs("smollm2-135m:2048", PRECISE, rounds=1, temperature=(0.7, 1.0)),
         ],
-        "cuda": _jobs(_GPU_HEADS[:3], PRECISE, entropy=(0.0, 1.0)),
+        "cuda": _jobs(_GPU_HEADS[:3], PRECISE, rounds=1, entropy=(0.0, 1.0)),
     },
     # The divergence to a teacher's distribution over the whole vocabulary.
     "teachers": {
         "cpu": [
             *_jobs("smollm2-135m:2048", TEACHERS, dtype=BOTH, mode="reverse_kl", memory=TEACHERS),
             *_jobs("smollm2-135m:2048", TEACHERS, dtype=BOTH, mode=("forward_kl", "jsd")),
-            *_jobs(("qwen2.5-0.5b:1024", "llama-3.2-1b:512"), TEACHERS, dtype=BOTH, mode="reverse_kl"),
+            *_jobs(("qwen2.5-0.5b:512", "llama-3.2-1b:256"), TEACHERS, dtype=BOTH, mode="reverse_kl"),
         ],
         "cuda": _jobs(_GPU_HEADS[:2], TEACHERS, mode=("reverse_kl", "jsd")),
     },
