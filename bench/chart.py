@@ -32,7 +32,7 @@ rect.bar { fill: #6a737d }
 
 
 def chart(panels: Mapping[str, Document], names: Mapping[str, str]) -> str:
-    """Returns the SVG. panels: a title, and the implementations of a case; names: how they are called, those shown."""
+    """Returns the SVG. panels: titles, and reports by implementation; names: implementations to show, with labels."""
     first = 14 + round(LETTER * max(map(len, names.values())))
     panel = (WIDTH - first) // 2
     columns, longest = (first, first + panel), panel - NUMBER
@@ -53,7 +53,7 @@ def chart(panels: Mapping[str, Document], names: Mapping[str, str]) -> str:
 def _rows(
     found: Mapping[str, Document], names: Mapping[str, str], columns: tuple[int, int], longest: int, y: int
 ) -> Iterator[str]:
-    """Yields a row for each implementation, the fastest on top and those without a time below, from y on."""
+    """Yields a row for each implementation, the fastest on top and those without a time at the end, from y on."""
     seconds = {name: one["seconds"]["median"] for name, one in found.items() if "seconds" in one}
     reasons = {name: why for name, one in found.items() if name not in seconds and (why := _reason(one, "error"))}
     peaks = {name: found[name]["peak_bytes"] for name in (*seconds, *reasons) if "peak_bytes" in found[name]}
@@ -81,7 +81,7 @@ def _reason(found: Document, key: str) -> str:
 
 
 def _bar(x: int, top: int, longest: int, share: float, number: str) -> Iterable[str]:
-    """Returns a bar of a share of the longest, with a gap where it is more than all of it, and its number."""
+    """Returns a bar, this share of the longest one, and its number; a share above 1 has the longest bar, with a gap."""
     length = max(2, round(longest * min(share, 1.0)))
     bar = f'<rect class="bar" x="{x}" y="{top + (ROW - BAR) // 2}" width="{length}" height="{BAR}"/>'
     gap = f'<path class="paper" d="M{x + length - 16} {top}l-6 {ROW}h5l6-{ROW}z"/>' if share > 1 else ""
@@ -89,16 +89,20 @@ def _bar(x: int, top: int, longest: int, share: float, number: str) -> Iterable[
 
 
 def _text(x: int, y: int, text: str, kind: str = "") -> str:
+    """Returns a text element."""
     return f'<text x="{x}" y="{y}"{_class(kind)}>{escape(text)}</text>'
 
 
 def _class(name: str) -> str:
+    """Returns the attribute of a class, or nothing."""
     return f' class="{name}"' if name else ""
 
 
 def _time(seconds: float) -> str:
+    """Returns a time in s or ms."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def _memory(size: float) -> str:
+    """Returns a size in GiB or MiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

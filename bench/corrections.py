@@ -29,6 +29,8 @@ Weights = Callable[[Tensor, Tensor, Tensor], Tensor]  # of old and rollout log-p
 
 
 def weighted(rejects: dict[str, Any] | None = None, **options: Any) -> Weights:
+    """Returns a function that computes `rollout_weights`, times `rejection_mask` with the thresholds `rejects`."""
+
     def weights(old: Tensor, sampled: Tensor, advantage: Tensor) -> Tensor:
         found = rollout_weights(old, sampled, **options).view(len(old), -1)
         return found if rejects is None else found * rejection_mask(old, sampled, rejects)
@@ -37,7 +39,7 @@ def weighted(rejects: dict[str, Any] | None = None, **options: Any) -> Weights:
 
 
 def dppo(old: Tensor, sampled: Tensor, advantage: Tensor) -> Tensor:
-    """The ratio, but for tokens whose probability has moved by more than 0.2 to where the advantage pushes it."""
+    """Returns ratios, but 0 where the probability has moved by more than 0.2 to where the advantage pushes it."""
     moved = (old.exp() - sampled.exp()) * torch.where(advantage > 0, 1.0, -1.0)[:, None]
     return torch.where(moved > 0.2, 0.0, (old - sampled).exp())
 
@@ -60,7 +62,7 @@ WEIGHTS: dict[str, Weights] = {
 
 
 def exact(z: Tensor, length: int) -> tuple[float, Tensor]:
-    """Returns the expected reward and its gradient by the logits (64,); the first state is uniform."""
+    """Returns the expected reward and its gradient with respect to the logits, (64,); the first state is uniform."""
     z = z.clone().requires_grad_()
     at, total = torch.full((TOKENS,), 1 / TOKENS, dtype=z.dtype), torch.zeros((), dtype=z.dtype)
     for _ in range(length):
@@ -71,7 +73,7 @@ def exact(z: Tensor, length: int) -> tuple[float, Tensor]:
 
 
 def sample(p: Tensor, length: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Returns states and tokens (BATCH, length)."""
+    """Returns sampled states and tokens, (BATCH, length) int64 each, for transition probabilities p (8, 8)."""
     path, ends = [torch.randint(TOKENS, (BATCH,), generator=g)], p.cumsum(1)
     for _ in range(length):
         above = torch.rand(BATCH, 1, generator=g, dtype=p.dtype) > ends[path[-1]]
@@ -80,13 +82,15 @@ def sample(p: Tensor, length: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def estimates(p: Tensor, states: Tensor, tokens: Tensor, w: Tensor) -> Tensor:
-    """Returns w d log p / d Z of each completion, (BATCH, 64)."""
+    """Returns w d log p / d Z of each completion, (BATCH, 64), for weights w (BATCH, length)."""
     taken = w.new_zeros(len(w), TOKENS**2).scatter_add_(1, states * TOKENS + tokens, w)
     visits = w.new_zeros(len(w), TOKENS).scatter_add_(1, states, w)
     return taken - (visits[:, :, None] * p).flatten(1)
 
 
 def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, float]]:
+    """Returns bias, its standard error, cosine, noise, effective share of the samples and share of zeros for each of
+    WEIGHTS, and how far the engine is from the policy."""
     g = torch.Generator().manual_seed(0)
     z, noise = torch.randn(2, TOKENS, TOKENS, generator=g, dtype=torch.float64)
     p, engine = z.softmax(1), (z + spread * noise).softmax(1)
@@ -130,6 +134,7 @@ def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, f
 
 
 def table(cases: list[dict[str, Any]]) -> str:
+    """Returns a Markdown table of bias, cosine and noise."""
     heads = [f"{c['length']} tokens, {c['rows']['engine']['mean_difference']:.3f} nats" for c in cases]
     lines = ["| weights | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for name in WEIGHTS:
@@ -140,6 +145,7 @@ def table(cases: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Measures all cases, prints their table and writes their JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=400_000)
     parser.add_argument("--output", type=Path)

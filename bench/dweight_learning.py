@@ -25,6 +25,7 @@ LOGGED = ("step", "reward", "entropy", "grad_norm", "completions/mean_length", "
 
 
 def main() -> None:
+    """Trains each seed with either sum, and writes the JSON after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def run(seed: int, dweight_sum: str, steps: int) -> dict[str, object]:
-    """Returns the command of a run and what it logged."""
+    """Trains once. Returns the command, and what it logged."""
     options = json.dumps({"chunk_rows": 8, "dweight_sum": dweight_sum})
     words = [
         "grpo-kernels", "demo", "--model", "smollm2", "--task", "largest-number", "--dtype=bfloat16",

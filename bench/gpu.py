@@ -48,14 +48,14 @@ IS_OVER = "stopped: the time of all is up"
 
 
 class Ended(NamedTuple):
-    """How a command ended: its output, and why it failed, in a line, or nothing."""
+    """How a command ended: its output, and a line that says why it failed, or ""."""
 
     output: str
     failure: str = ""
 
 
 class Report:
-    """The JSON, the options of this call, and a way to run commands that cannot outlive their time."""
+    """The JSON, the options of this call, and a way to run commands that end with their time limit."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.path, sources = options, options.output.resolve(), digest_of_sources()
@@ -69,12 +69,13 @@ class Report:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def save(self) -> None:
+        """Writes the JSON, atomically."""
         draft = self.path.with_name(f"{self.path.name}.tmp")
         draft.write_text(json.dumps(self.data, indent=1, default=str) + "\n")
         draft.replace(self.path)
 
     def fail(self, text: str, backend: str = "") -> None:
-        """Records a failure; a `backend` with one is left out from now on."""
+        """Records a failure; from now on its `backend`, if any, is left out."""
         self.stage.setdefault("failures", []).append(text)
         print(f"FAILED: {text}", flush=True)
         if backend in BACKENDS:
@@ -82,13 +83,13 @@ class Report:
         self.save()
 
     def judge(self, what: str, ended: Ended, backend: str = "") -> Ended:
-        """Records the failure of a command, if it is one; to be out of time is not the fault of its backend."""
+        """Records a command's failure, if any; its backend is not blamed where all time was up. Returns `ended`."""
         if ended.failure:
             self.fail(f"{what}: {ended.failure}", "" if ended.failure == IS_OVER else backend)
         return ended
 
     def python(self, *arguments: object, limit: float = math.inf) -> Ended:
-        """Runs this Python at the root; it and all that it started are killed at a limit."""
+        """Runs this Python at the root; kills it and all that it started after `limit` seconds, or when time is up."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, *map(str, arguments)]
@@ -118,6 +119,7 @@ class Report:
 
 
 def digest_of_sources() -> str:
+    """Returns a digest of the files that the build and the package are made of."""
     digest = hashlib.sha256()
     for folder in ("setup.py", "csrc", "python", "tools", "grpo_kernels"):
         for file in sorted([ROOT / folder] if (ROOT / folder).is_file() else (ROOT / folder).rglob("*")):
@@ -127,7 +129,7 @@ def digest_of_sources() -> str:
 
 
 def unpack(folder: Path, target: Path = PEERS) -> list[str]:
-    """Puts the parts of `make gpu-peers` in `folder` together, in `target`, unless that was done before.
+    """Joins the parts of `make gpu-peers` in `folder` and unpacks them into `target`, unless that was done before.
 
     The parts may have come one by one. Returns the names of what is missing or damaged; then nothing is unpacked.
     """
@@ -153,7 +155,7 @@ def unpack(folder: Path, target: Path = PEERS) -> list[str]:
 
 
 def build(report: Report) -> None:
-    """This checkout, as it is; the peers beside it; what each backend says about itself."""
+    """Builds this checkout, as it is; unpacks the peers beside it; asks each backend whether it can be loaded."""
     if report.options.peers and (lacking := unpack(report.options.peers)):
         report.fail(f"peers: missing or damaged in {report.options.peers}: {', '.join(lacking)}")
     if not report.options.built:
@@ -170,7 +172,7 @@ def build(report: Report) -> None:
 
 
 def check(report: Report) -> None:
-    """`grpo-kernels check` for each backend, side by side: nothing is timed."""
+    """Runs `grpo-kernels check` for each backend, side by side, as nothing is timed."""
 
     def checked(name: str) -> Ended:
         return report.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
@@ -183,7 +185,8 @@ def check(report: Report) -> None:
 
 
 def bench(report: Report, stage: str) -> None:
-    """A set of `grpo-kernels bench`, which names who hangs, crashes or is wrong; its document goes into the report."""
+    """Runs a set of `grpo-kernels bench`, which names implementations that hang, crash or are wrong, and puts its
+    document into the report."""
     name, limit = BENCHES[stage], LIMITS.get(stage, math.inf)
     output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
     options = ["--set", name]
@@ -215,7 +218,7 @@ def bench(report: Report, stage: str) -> None:
 
 
 def tests(report: Report) -> None:
-    """The tests marked gpu, most valuable first. One that hangs or crashes ends its worker; xdist starts another."""
+    """Runs the tests marked gpu, most valuable first. A hang or a crash ends its worker; xdist starts another."""
     done: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
     log = report.path.with_suffix(".tests.jsonl")
     log.unlink(missing_ok=True)
@@ -249,6 +252,7 @@ DEFAULT_STAGES = ("build", "check", "tests", "headline")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the stages. Returns the exit status: 1 if one of them failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=DEFAULT_STAGES)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything; default: %(default)g")

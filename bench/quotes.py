@@ -36,13 +36,13 @@ _UNIT = re.compile(r"\s*(?:%|(?:x(?!\s*\d)|F|s|ms|us|seconds|[KMG]iB|times)\b)")
 
 
 def text_of(document: Any, expression: str, form: str, unit: str = "") -> str:
-    """Returns the number that an expression leads to, or the range of several; LookupError where it leads nowhere."""
+    """Returns the number at an expression as text, or the range of several; LookupError where there is none."""
     numbers = sorted(x / UNITS[unit] for x in _numbers(document, expression))
     return " to ".join(dict.fromkeys(format(x, form) for x in (numbers[0], numbers[-1])))
 
 
 def filled(page: str, results: Path) -> tuple[str, list[str]]:
-    """Returns a page with the numbers that its files have, and a line for each that has no file or field."""
+    """Returns a page with the numbers of its files, and a line for each number whose file or field is missing."""
     problems: list[str] = []
 
     def number(match: re.Match[str]) -> str:
@@ -59,7 +59,8 @@ def filled(page: str, results: Path) -> tuple[str, list[str]]:
 
 
 def differences(page: str, now: str) -> list[str]:
-    """Returns a line for each number of a page that is not that of its file, and the first one that differs otherwise.
+    """Returns a line for each number of a page that is not that of its file, and one for the first line that differs
+    otherwise.
 
     `now` is the page as `filled` returns it, with the tables that its files give.
     """
@@ -73,8 +74,8 @@ def differences(page: str, now: str) -> list[str]:
 def unquoted(page: str, exceptions: tuple[str, ...]) -> Iterator[str]:
     """Yields a line for each measured number that no comment follows, or one that cannot be read.
 
-    Measured is what has decimals or a unit, but for versions and settings, which stand behind a name, and `exceptions`,
-    pieces of text that need no comment.
+    A number is measured if it has decimals or a unit, except for versions and settings, which follow their name, and
+    `exceptions`, pieces of text that need no comment.
     """
     rest = re.sub("|".join([_QUOTE.pattern, _ASIDE, *map(re.escape, exceptions)]), _blank, page, flags=re.M | re.S)
     for match in re.finditer(rf"(?<![\w.^/:-]){_RANGE}(?![\w^-]|\.\d)", rest):
@@ -84,15 +85,18 @@ def unquoted(page: str, exceptions: tuple[str, ...]) -> Iterator[str]:
 
 
 def _blank(match: re.Match[str]) -> str:
+    """Returns spaces for the characters of a match, and its line breaks."""
     return re.sub(r"\S", " ", match[0])
 
 
 def _line(page: str, match: re.Match[str]) -> int:
+    """Returns the number of the line in which a match begins."""
     return page.count("\n", 0, match.start()) + 1
 
 
 def generations(results: Path, digest: str | None) -> tuple[list[str], list[str]]:
-    """Returns a line for each revision that results are of whose code is not today's, and one for each file without."""
+    """Returns a line for each revision whose results are of other code than today's, and a line for each file that does
+    not say of which code it is."""
     found: dict[str, list[tuple[date, str]]] = {}
     problems = []
     for path in sorted(results.rglob("*.json")):
@@ -113,6 +117,7 @@ def generations(results: Path, digest: str | None) -> tuple[list[str], list[str]
 
 
 def _numbers(document: Any, expression: str) -> list[float]:
+    """Returns the numbers at an expression: a path, or a quotient of paths."""
     first, *rest = (_at(document, part) for part in expression.split(" / "))
     for second in rest:
         one, other = len(first), len(second)
@@ -123,6 +128,7 @@ def _numbers(document: Any, expression: str) -> list[float]:
 
 
 def _at(document: Any, path: str) -> list[float]:
+    """Returns the numbers at a path; LookupError where there is nothing, or something else."""
     if re.fullmatch(_NUMBER, path):
         return [float(path)]
     nodes = [document]
@@ -136,6 +142,7 @@ def _at(document: Any, path: str) -> list[float]:
 
 
 def _step(node: Any, step: str) -> list[Any]:
+    """Returns the values that a step of a path leads to from a node."""
     entries = list(node.values()) if isinstance(node, dict) else node
     if not isinstance(entries, list):
         return []
@@ -153,7 +160,7 @@ def _step(node: Any, step: str) -> list[Any]:
 
 
 def _has(entry: Any, condition: str) -> bool:
-    """Whether an entry has the value of "a.b=value", or any at "a.b"."""
+    """Returns whether an entry has the value of "a.b=value", or any at "a.b"."""
     path, _, wanted = condition.partition("=")
     for key in path.split("."):
         if not isinstance(entry, dict) or key not in entry:

@@ -57,6 +57,7 @@ DRAWN = {"cpu.json": "time", "cpu-sweeps.json": "memory", "gpu-h200.json": "time
 
 
 def main() -> int:
+    """Writes pages and pictures, or compares them with --check. Returns the exit status: 1 if there are problems."""
     pages = {name: (ROOT / name).read_text() for name in PAGES}
     new, problems = filled_pages(pages)
     if "--check" in sys.argv:
@@ -72,7 +73,7 @@ def main() -> int:
 
 
 def filled_pages(pages: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the pages with tables and numbers from the files, and a line for each number that names none."""
+    """Returns the pages with tables and numbers from the files, and a line for each number without a file."""
     older, problems = generations(RESULTS, code_digest(ROOT))
     tables = {
         "README.md": [summary({name: load(name) for name in FILES})],
@@ -90,6 +91,7 @@ def filled_pages(pages: dict[str, str]) -> tuple[dict[str, str], list[str]]:
 
 
 def draw() -> None:
+    """Draws all pictures into bench/figures."""
     for name, wanted in DRAWN.items():
         figures.draw(load(name), FIGURES, f"{Path(name).stem}-", wanted)
     (FIGURES / "step.svg").write_text(step())
@@ -99,7 +101,7 @@ def draw() -> None:
 
 
 def step() -> str:
-    """Returns the chart of the front page: a step on each machine of CHART, in ours and in the trainers."""
+    """Returns the chart of the front page: a step of ours and of the trainers on each machine of CHART."""
     panels = {}
     for name, (head, model) in CHART.items():
         document = load(name)
@@ -113,6 +115,7 @@ def step() -> str:
 
 
 def sections() -> Iterator[str]:
+    """Yields the table of each of FILES, and its picture if it has one."""
     for name in FILES:
         yield section(name, load(name))
         if wanted := DRAWN.get(name):
@@ -120,14 +123,14 @@ def sections() -> Iterator[str]:
 
 
 def load(name: str) -> Document:
-    """Returns a document of `grpo-kernels bench`, which bench/gpu.py has inside its own."""
+    """Returns a document of `grpo-kernels bench`; bench/gpu.py has it inside its own."""
     document = json.loads((RESULTS / name).read_text())
     found: Document = document.get("targets", document)
     return found
 
 
 def rewrite(page: str, *parts: str) -> str:
-    """Returns a page with the parts between its markers."""
+    """Returns a page with `parts` between its markers."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{chr(10).join(f'{part}{chr(10)}' for part in parts)}{END}{rest.split(END)[1]}"
 
@@ -157,14 +160,14 @@ def dweight_learning(document: Document) -> Figure:
 
 
 def means(values: list[float]) -> dict[int, float]:
-    """Returns those of ten steps, by the step in their middle."""
+    """Returns means over ten steps, by the step in their middle."""
     return {i + 5: sum(values[i : i + 10]) / 10 for i in range(len(values) - 9)}
 
 
 def curves(
     document: Document, title: str, names: dict[str, str], runs: dict[str, list[dict[str, dict[int, float]]]]
 ) -> Figure:
-    """Draws a panel for each of names, with a line for each run: a value by optimizer step."""
+    """Draws a panel for each of `names`, with a line for each run: a value by optimizer step."""
     figure, axes = figures.sheet(document, title, len(names), 2.6)
     for axis, (key, name) in zip(axes, names.items(), strict=True):
         for (label, several), colour in zip(runs.items(), ("trl", "ours"), strict=True):
@@ -177,14 +180,14 @@ def curves(
 
 
 def place(document: Document) -> str:
-    """Returns on what it was measured, and when."""
+    """Returns the device that a document was measured on, and the date."""
     where = document["environment"]
     device = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
     return f"{device}, {where['date'][:10]}"
 
 
 def section(name: str, document: Document) -> str:
-    """Returns a row per case: ours, its ratio to everybody else, its memory and errors."""
+    """Returns a table with a row per case: ours, its ratio to every other implementation, its memory and errors."""
     cases = [case for case in document["cases"] if not _is_narrow(case["case"])]
     reports = [case["implementations"] for case in cases]
     titles = {name: one["title"] for found in reports for name, one in found.items() if name != "ours"}
@@ -205,7 +208,7 @@ def section(name: str, document: Document) -> str:
 
 
 def errors(name: str, document: Document) -> str:
-    """Returns a table per case, of a row per implementation: its time, its errors against float64, what it keeps."""
+    """Returns tables with a row per implementation: time, memory, entries of sparse gradients, errors."""
     kept, dense = "metrics > sparse/kept", "metrics > sparse/dense"
     columns = {
         "ms": ("seconds > median", ",.0f", "ms"), "ours to this": ("ours_to_this", ".2f"),
@@ -225,7 +228,8 @@ def errors(name: str, document: Document) -> str:
 
 
 def time_to_reward(document: Document) -> str:
-    """Returns a row per trainer and setting: minutes until the evaluated reward is 0.9, and where they go."""
+    """Returns a table with a row per trainer and setting: minutes to an evaluated reward of 0.9, and parts of a
+    step."""
     columns = {
         "of TRL's": ("of_trl", ".2f"), "step, s": ("step_seconds", ".1f"), "head, s": ("head_seconds", ".1f"),
         "without head": ("without_head", ".2f"), "peak MiB": ("peak_mib", ",.0f"),
@@ -247,7 +251,7 @@ def time_to_reward(document: Document) -> str:
 
 
 def rounding(document: Document) -> str:
-    """Returns a row per kind of sampling: how far the ids and ratios of an engine that rounds are from a trainer's."""
+    """Returns a table with a row per sampling: how far ids and ratios of an engine that rounds are from a trainer's."""
     columns = {
         "other ids": ("tokens with other ids", ".0f", "%"), "over all ids": ("all > mean error", ".3f"),
         "over the engine's": ("engine > mean error", ".4f"), "over the recomputed": ("recomputed > mean error", ".4f"),
@@ -263,6 +267,7 @@ def rounding(document: Document) -> str:
 
 
 def _cell(entry: Document, *of: str) -> str:
+    """Returns the number at an expression, in a format and a unit, or "" where there is none."""
     try:
         return text_of(entry, *of)
     except LookupError:
@@ -270,22 +275,25 @@ def _cell(entry: Document, *of: str) -> str:
 
 
 def _times(entry: Document) -> str:
+    """Returns the median, least and most time of a report, in ms."""
     numbers = [entry["seconds"][key] * 1e3 for key in ("median", "min", "max")] if "seconds" in entry else []
     return "{:,.0f} ({:,.0f} to {:,.0f})".format(*numbers) if numbers else ""
 
 
 def _errors(found: Document, key: str) -> str:
+    """Returns an error of ours, and that of eager in brackets."""
     numbers = [(found.get(who, {}).get("errors") or {}).get(key) for who in ("ours", "eager")]
     first, second = (f"{error:.1e}" if error else "" for error in numbers)
     return f"{first} ({second})" if second else first
 
 
 def _number(entry: Document, key: str, form: str) -> str:
+    """Returns a number of a report, or in a word why there is none."""
     return format(entry[key], form) if key in entry else entry.get("error", "").split(":")[0]
 
 
 def _is_narrow(case: dict[str, Any]) -> bool:
-    """Whether it is a point of a sweep over the hidden size, and no model's head."""
+    """Returns whether a case is a point of a sweep over the hidden size, and not a model's head."""
     return case["head"] == "custom" and case["tokens"] < 4096
 
 
@@ -306,13 +314,13 @@ def ratios(document: Document) -> Iterator[tuple[int, str, str, float]]:
 
 
 def has_single_calls(document: Document) -> bool:
-    """Whether a trainer has one time in a step of a model's head, and no median of several."""
+    """Returns whether a trainer has a single time, and no median, in a step with a model's head."""
     found = (case["implementations"] for case in filter(figures.is_plain_step, document["cases"]))
     return any(len(one.get("seconds", {}).get("times", ())) == 1 for reports in found for one in reports.values())
 
 
 def summary(documents: dict[str, Document]) -> str:
-    """Returns how many times the time of ours a step of each trainer takes, and ours of its memory, over all cases."""
+    """Returns a table with a row per trainer: its time over ours, our memory over its, least to most of all cases."""
     titles, rows, places = ["this package against"], {name: [title] for name, title in TRAINERS.items()}, []
     for where, files in PLACES.items():
         found = [one for name in files for one in ratios(documents[name])]
@@ -336,6 +344,7 @@ takes more:
 
 
 def _range(numbers: Sequence[float], form: str, unit: str = "") -> str:
+    """Returns the least and the most of numbers."""
     ends = [f"{end(numbers):{form}}" for end in (min, max)] if numbers else []
     return f"{' to '.join(dict.fromkeys(ends))}{unit}" if ends else ""
 

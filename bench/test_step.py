@@ -26,11 +26,13 @@ from grpo_kernels.commands.bench.table import IMPLEMENTATIONS
 
 @lru_cache(maxsize=1)  # tests of one case follow one another
 def batch(case: Case, device: torch.device) -> Inputs:
+    """Returns the inputs of a case."""
     return off_policy(make_inputs(case, device))
 
 
 @lru_cache(maxsize=1)
 def exact(case: Case, device: torch.device, objective: str) -> Reference | None:
+    """Returns the exact result of a case, None without an objective."""
     return None if objective == "none" else reference(batch(case, device), case.mode, objective)
 
 

@@ -39,8 +39,11 @@ RULES = {
 
 @torch.no_grad()
 def rounding() -> dict[str, Any]:
-    """Engines sample the next token of given texts, a float32 trainer scores it. One engine rounds only the logits to
-    bfloat16, the other computes all in it."""
+    """Returns how far the kept ids and ratios of engines that round are from those of a float32 trainer.
+
+    The engines sample the next token of texts of the model. One rounds only the logits to bfloat16, the other computes
+    everything in it.
+    """
     lm, tokenizer = chat_model()
     torch.manual_seed(0)
     prompts, texts = stories(lm, tokenizer)
@@ -54,7 +57,7 @@ def rounding() -> dict[str, Any]:
 
 
 def compared(hidden: Tensor, weight: Tensor, z: Tensor, rule: dict[str, Any]) -> dict[str, Any]:
-    """Of an engine's logits z (N, V): how its kept ids differ, and the ratio trainer / engine over sets of ids."""
+    """Returns how the kept ids of an engine with logits z (N, V) differ, and the ratios trainer / engine."""
     theirs, ours = (truncate(x, Truncation(**rule)) for x in (z, hidden @ weight.T))
     processed = z.masked_fill(~theirs, -torch.inf).log_softmax(1)
     ids = torch.multinomial(processed.exp(), 1)
@@ -75,6 +78,7 @@ def compared(hidden: Tensor, weight: Tensor, z: Tensor, rule: dict[str, Any]) ->
 
 
 def mean(x: Tensor) -> float:
+    """Returns the mean, computed in float64."""
     return x.double().mean().item()
 
 
@@ -86,13 +90,16 @@ PAIRS = [(a, b) for a in range(2, 10) for b in range(2, 10)]
 
 
 def learning() -> dict[str, Any]:
-    """An engine samples with top_k and returns log-probabilities over the ids that it kept, as vLLM does. TRL weighs
-    sequences by the ratio of the trainer's own to these, its default."""
+    """Returns the logs of TRL's trainer and of ours, for SEEDS seeds each.
+
+    The engine samples with top_k and returns log-probabilities over the ids that it kept, as vLLM does. TRL, by
+    default, weighs sequences by the ratio of the trainer's log-probabilities to these.
+    """
     return {"runs": {name: [run(name, seed) for seed in range(SEEDS)] for name in ("TRL", "FusedGRPOTrainer")}}
 
 
 def policy(seed: int) -> Any:
-    """A model that knows a little: 30 steps of supervised training."""
+    """Returns a model that knows a little of the task, from 30 steps of supervised training."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -111,11 +118,12 @@ def policy(seed: int) -> Any:
 
 
 def answer(a: int, b: int) -> list[int]:
+    """Returns the two digits of a product."""
     return [a * b // 10, a * b % 10]
 
 
 def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of right digits, and of the end."""
+    """Returns the share of right tokens in each completion: two digits and the end."""
     found = []
     for prompt, ids in zip(prompts, completion_ids, strict=True):
         right = [*answer(int(prompt[0]), int(prompt[4])), EOS]
@@ -124,6 +132,7 @@ def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> lis
 
 
 def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Returns prompts, completions and their log-probabilities, as TRL asks of a rollout function."""
     ids = trainer.processing_class(prompts)["input_ids"]
     lm = trainer.accelerator.unwrap_model(trainer.model)
     arguments = TrainArguments(max_completion_length=3, top_k=TOP_K)
@@ -133,6 +142,7 @@ def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def run(name: str, seed: int) -> dict[str, list[float]]:
+    """Trains once. Returns what was logged at each step."""
     words = {**{str(i): i for i in DIGITS}, "x": TIMES, "=": EQUALS, "<eos>": EOS, "<pad>": PAD}
     trainer = trainer_of(
         name, policy(seed), make_tokenizer(words), [f"{a} x {b} =" for a, b in PAIRS], reward, engine,
@@ -149,6 +159,7 @@ def run(name: str, seed: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
+    """Runs the measurement that the command names, and writes its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("rounding", "learning"))
     what = parser.parse_args().what

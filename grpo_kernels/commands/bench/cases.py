@@ -1,4 +1,4 @@
-"""The data of the benchmarks: heads of real models, what one measurement is, and named sets of them."""
+"""The data of the benchmarks: heads of real models, cases, and named sets of cases."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ HEADS = {  # (H, V) of the lm_head
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: N = `tokens` in N / T completions of T = `length`, `generations` adjacent ones to a prompt.
+    """What is measured: N = `tokens` in completions of `length` T, `generations` adjacent ones for each prompt.
 
-    `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term. `masked_share` of
-    the completions have a sampling mask of `kept_ids` ids for each token, on average if `skewed`: the counts are then
-    those of `skewed_counts`. With 0 there is no mask. Ids are uniform in the vocabulary, and the policy's entropy is
-    within 2 nats of the most there is; or the policy's mean entropy is `entropy`, in nats, and ids are its samples; or
-    hidden states, weight and ids are those of SmolLM2-135M-Instruct, sampled at this `temperature`.
+    `idle_share` of the prompts have equal rewards, hence advantages of 0. `beta` is the weight of the k3 term.
+    `masked_share` of the completions have a sampling mask, of `kept_ids` ids for each token; if `skewed`, `kept_ids` is
+    the mean of `skewed_counts`. With `kept_ids` 0 there is no mask.
+
+    With `temperature`, hidden states, weight and ids are those of SmolLM2-135M-Instruct, sampled at this temperature.
+    With `entropy`, ids are sampled from a random policy of this mean entropy, in nats. With neither, ids are uniform
+    and the policy's entropy is within 2 nats of log V.
     """
 
     head: str
@@ -91,7 +93,7 @@ class Case:
 
 
 def make_case(shape: str, dtype: str = "bfloat16", *, length: int | None = None, **options: Any) -> Case:
-    """A case from a shape as `parse_shape` reads it; completions of `length` tokens, or of up to `LENGTH`."""
+    """Returns a case of a shape, as `parse_shape` reads it; completions have up to LENGTH tokens by default."""
     head, tokens, hidden_size, vocab_size = parse_shape(shape)
     generations = options.get("generations", GENERATIONS)
     length = length or max(1, min(LENGTH, tokens // generations))
@@ -99,7 +101,7 @@ def make_case(shape: str, dtype: str = "bfloat16", *, length: int | None = None,
 
 
 def parse_shape(text: str) -> tuple[str, int, int, int]:
-    """(head, N, H, V) of "qwen2.5-7b:16384", a head of HEADS, or of "16384x3584x152064"."""
+    """Returns (head, N, H, V) of "qwen2.5-7b:16384", with a head of HEADS, or "16384x3584x152064"; else ValueError."""
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if found:
         tokens, hidden_size, vocab_size = map(int, found.groups())
@@ -136,10 +138,10 @@ BOTH = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Job:
-    """A case, and the implementations measured in it: `select(against)` of peers.py.
+    """A case, and the implementations measured in it: patterns as `select` of table.py takes them.
 
-    memory: patterns of those whose memory a CPU measures too; a GPU measures that of everybody who is timed.
-    rounds: of timing, 0 for memory only; None: as the command says.
+    memory: patterns of those whose memory is measured on a CPU; on a GPU that of every timed implementation is. rounds:
+    of timing; 0 measures memory only, None takes the command's number.
     """
 
     case: Case
@@ -149,7 +151,7 @@ class Job:
 
 
 def jobs(name: str, device_type: str) -> list[Job]:
-    """The jobs of a set for "cpu" or "cuda", most valuable first. A case that comes again is left out."""
+    """Returns the jobs of a set for "cpu" or "cuda", most valuable first, and each case once."""
     found: dict[Case, Job] = {}
     for job in SETS[name][device_type]:
         found.setdefault(job.case, job)
@@ -157,23 +159,24 @@ def jobs(name: str, device_type: str) -> list[Job]:
 
 
 def _jobs(shape: Any, against: tuple[str, ...], memory: Any = (), rounds: Any = None, **fields: Any) -> list[Job]:
-    """One, or where the shape or a field of the case is a tuple, one per value."""
+    """Returns a job, or one for each combination where the shape or a field of the case is a tuple of values."""
     swept = [value if isinstance(value, tuple) else (value,) for value in (shape, *fields.values())]
     points = [dict(zip(("shape", *fields), values, strict=True)) for values in itertools.product(*swept)]
     return [Job(make_case(**point), against, memory, rounds) for point in points]
 
 
 def _counts(head: str, most: int) -> tuple[str, ...]:
-    """From 128 tokens to `most`."""
+    """Returns shapes of a head with 128, 256, 512, ... tokens, up to `most`."""
     return tuple(f"{head}:{2**power}" for power in range(7, most.bit_length()))
 
 
 def _lengths(head: str, lengths: tuple[int, ...], against: tuple[str, ...], **options: Any) -> list[Job]:
-    """Of 8 completions."""
+    """Returns jobs of 8 completions, one for each length."""
     return [job for length in lengths for job in _jobs(f"{head}:{8 * length}", against, length=length, **options)]
 
 
 def _whole(mode: str, shape: Any, length: int, **options: Any) -> list[Job]:
+    """Returns jobs of a whole model, with 8 completions per prompt."""
     return _jobs(shape, WHOLES[mode], mode=mode, length=length, generations=8, **options)
 
 

@@ -36,6 +36,7 @@ _SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to its parser."""
     shape = f"HEAD:TOKENS, or TOKENSxHIDDENxVOCAB; heads: {', '.join(HEADS)}"
     rivals = "these, ours and the floor instead of everybody; patterns as in 'ours*'. " + ", ".join(IMPLEMENTATIONS)
     rounds = f"of interleaved timing; {ROUNDS['cpu']} on a CPU, {ROUNDS['cuda']} on a GPU"
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Runs it; 2 where an argument is wrong, 1 where ours failed or gave a wrong result."""
+    """Runs the command. Returns its exit status: 2 for a wrong argument, 1 if ours failed or gave a wrong result."""
     output: Path = arguments.output
     try:
         device = _device(arguments.device)
@@ -117,7 +118,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def measure_job(job: Job, options: Options, run: Run) -> Document:
-    """Returns time and memory of a case, as it stands in the document."""
+    """Measures time and memory of a job's case. Returns its record, as it stands in the document."""
     names = select(job.against)
     found = measure(job.case, names, options, run) if options.rounds else {"implementations": titles(names)}
     reports = found["implementations"]
@@ -134,8 +135,8 @@ def measure_job(job: Job, options: Options, run: Run) -> Document:
 
 
 def with_fewer_tokens(job: Job, found: Document) -> list[Job]:
-    """Returns the case, if any, for those whose rounds would take too long: shorter completions, beside ours and the
-    products."""
+    """Returns a job with shorter completions for the implementations that were too slow, beside ours and the floor; an
+    empty list if none was."""
     slow = {name: one["fewer_tokens"] for name, one in found["implementations"].items() if "fewer_tokens" in one}
     if not slow:
         return []
@@ -145,12 +146,12 @@ def with_fewer_tokens(job: Job, found: Document) -> list[Job]:
 
 
 def _is_of(case: Document, job: Job) -> bool:
-    """Whether a measured case is that of a job."""
+    """Returns whether a record is of this job's case, with all of its implementations."""
     return case["case"] == asdict(job.case) and set(job.against) <= case["implementations"].keys()
 
 
 def has_failed(document: Document) -> bool:
-    """Whether a case, or ours in one, ended in an error; running out of memory or time is none."""
+    """Returns whether a case, or ours in one, ended in an error; running out of memory or time does not count."""
     excused = (OUT_OF_MEMORY, "not run")
     for found in document["cases"]:
         reports = found["implementations"].items()
@@ -161,11 +162,13 @@ def has_failed(document: Document) -> bool:
 
 
 def _is_cut(report: Document) -> bool:
+    """Returns whether a report lacks something because time ran out."""
     return any(report.get(key, "").startswith(NOT_RUN) for key in ("error", "memory_error"))
 
 
 def _complete_cases(path: Path, here: Document) -> list[Document]:
-    """Returns the cases of an earlier run in which all implementations were measured, if in fewer rounds."""
+    """Returns the records of an earlier run that lack nothing, whatever its number of rounds; ValueError where its
+    environment differs from this one."""
     document = json.loads(path.read_text())
     differ = [name for name in _SAME if document["environment"].get(name) != here[name]]
     if differ:
@@ -174,6 +177,7 @@ def _complete_cases(path: Path, here: Document) -> list[Document]:
 
 
 def _device(name: str) -> torch.device:
+    """Returns the device that --device names; ValueError where it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -188,6 +192,7 @@ def _device(name: str) -> torch.device:
 
 
 def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
+    """Returns the jobs that the options select; ValueError where options contradict each other."""
     if arguments.shapes:
         if arguments.set:
             raise ValueError("--shapes and --set: expected one of them")
@@ -208,7 +213,8 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
 
 
 def _show_progress(job: str) -> OnProgress:
-    """A line for each implementation that has run, and in a terminal one that is written over and over."""
+    """Returns a callback that prints a line for each implementation after its first call, and in a terminal keeps a
+    status line up to date."""
     shown: set[str] = set()
 
     def show(text: str, found: Document | None = None) -> None:
@@ -223,7 +229,7 @@ def _show_progress(job: str) -> OnProgress:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns Markdown with aligned columns: the first and the last to the left, the last one as wide as it needs."""
+    """Returns a Markdown table whose first and last columns are aligned to the left, the others to the right."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header) - 1)]
     rule = ["-" * max(3, width) for width in (*widths, len(header[-1]))]
     lines = []
@@ -234,9 +240,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def case_table(found: Document) -> str:
-    """Returns time, its spread and ratios, peak memory, errors against float64; or why there is nothing.
+    """Returns the table of a case: times, ratios, peak memory, errors against float64, or why they are missing.
 
-    Errors are those of the gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
+    Errors are the larger one of the two gradients, relative to its norm; and the largest of a log-probability, in nats.
     """
     case = Case(**found["case"])
     lines = [f"{case}: {(MODES | WHOLE)[case.mode]}", *([found["error"]] if "error" in found else [])]
@@ -245,20 +251,21 @@ def case_table(found: Document) -> str:
 
 
 def headline(environment: Document) -> str:
-    """Returns where and with what, in one line."""
+    """Returns device, versions and backends in one line."""
     where = f"{environment['device']}, driver {environment['driver']}" if environment["driver"] else environment["cpu"]
     versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items() if number)
     return f"{where}, {environment['threads']} threads; {versions}; backends {', '.join(environment['backends'])}"
 
 
 def memory_text(report: dict[str, Any]) -> str:
-    """Returns peak memory in MiB, or in a word why there is none."""
+    """Returns peak memory in MiB as text, or in a few words why there is none."""
     if "peak_bytes" in report:
         return f"{report['peak_bytes'] / 2**20:,.0f}"
     return str(report.get("memory_error", "").split(":")[0])
 
 
 def _row(name: str, report: dict[str, Any]) -> list[str]:
+    """Returns the cells of an implementation's row."""
     times, errors = report.get("seconds", {}), report.get("errors") or {}
     cells = [f"{times[key] * 1e3:.1f}" if times else "" for key in ("median", "min", "max")]
     cells += [f"{report[key]:.2f}" if key in report else "" for key in ("ratio_to_floor", "ratio_to_eager")]

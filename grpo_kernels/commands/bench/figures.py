@@ -27,7 +27,7 @@ COLOURS |= {"cut-cross-entropy": "#8c6d31"}
 
 
 def draw(document: Document, folder: Path, prefix: str = "", wanted: str = "") -> list[Path]:
-    """Writes a PNG, named after `prefix` and the picture, for each (or the `wanted` one) that the document can fill."""
+    """Draws `prefix` + name + ".png" for each picture, or the `wanted` one, that has data. Returns the files."""
     written = []
     for name, picture in PICTURES.items():
         if wanted in ("", name) and (figure := picture(document)) is not None:
@@ -38,7 +38,7 @@ def draw(document: Document, folder: Path, prefix: str = "", wanted: str = "") -
 
 
 def sheet(document: Document, title: str, panels: int, row_height: float) -> tuple[Figure, Any]:
-    """Returns a figure with axes in two columns; in small print below, where the document was measured, and when."""
+    """Returns a figure and `panels` axes in two columns; small print below has machine, versions and date."""
     where = document["environment"]
     machine = f"{where['device']}, driver {where['driver']}"
     if where["device"] == "cpu":
@@ -58,7 +58,7 @@ def sheet(document: Document, title: str, panels: int, row_height: float) -> tup
 
 @rc_context(STYLE)
 def time(document: Document) -> Figure | None:
-    """Time of a step over that of the bare products: a panel per case of a real head; in it the fastest on top."""
+    """Draws the time of a step over that of the bare products: a panel for each head of a model, the fastest on top."""
     panels = []
     for case in _steps(document):
         found = [(_value(entry, "ratio_to_floor"), name, entry["title"]) for name, entry in _peers(case)]
@@ -83,8 +83,8 @@ def time(document: Document) -> Figure | None:
 
 @rc_context(STYLE)
 def memory(document: Document) -> Figure | None:
-    """Peak memory against the length of completions, of the first head that has three lengths of equally many: a curve
-    per implementation, with crosses at the top where memory ran out."""
+    """Draws peak memory by length of completions, for the first head with three lengths of equally many completions: a
+    curve for each implementation, with crosses at the top where memory ran out."""
     groups: dict[Any, list[Document]] = {}
     for case in _steps(document):
         of = case["case"]
@@ -125,24 +125,24 @@ PICTURES: dict[str, Callable[[Document], Figure | None]] = {"time": time, "memor
 
 
 def is_plain_step(case: Document) -> bool:
-    """Whether it is a step in which every token has a gradient, over the whole vocabulary."""
+    """Returns whether a case is a step in which every token has a gradient, over the whole vocabulary."""
     of = case["case"]
     return of["mode"] == "step" and not of["idle_share"] and not of.get("kept_ids")
 
 
 def _steps(document: Document) -> list[Document]:
-    """Plain steps of models' heads."""
+    """Returns the plain steps with heads of models."""
     return [case for case in document["cases"] if is_plain_step(case) and case["case"]["head"] != "custom"]
 
 
 def _peers(case: Document) -> list[tuple[str, Document]]:
-    """The implementations that a user chooses among: ours in its default setting, and the others."""
+    """Returns names and reports of what users choose among: ours with default settings, and the others."""
     entries = case["implementations"].items()
     return [(name, entry) for name, entry in entries if name != "floor" and not name.startswith("ours-")]
 
 
 def _value(entry: Document, key: str) -> float | None:
-    """A number, or infinity where memory ran out."""
+    """Returns a number of a report, infinity where memory ran out, None where there is none."""
     if key in entry:
         return float(entry[key])
     errors = (entry.get(name, "") for name in ("error", "memory_error"))

@@ -1,4 +1,4 @@
-"""One batch of random inputs, and the objective that every implementation computes on it."""
+"""One batch of inputs, and the objective that every implementation computes on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG_RATIOS = (-0.45, -0.1, -0.02, 0.02, 0.1, 0.4)
 
 @dataclass(frozen=True)
 class Inputs:
-    """B completions of T tokens. hidden (B, T, H) requires its gradient, weight (V, H) unless frozen."""
+    """B completions of T tokens. hidden (B, T, H) requires a gradient; weight (V, H) too, unless it is frozen."""
 
     hidden: Tensor
     weight: Tensor
@@ -43,14 +43,17 @@ class Inputs:
 
     @property
     def flat_hidden(self) -> Tensor:
+        """Returns hidden states as (N, H), a view."""
         return self.hidden.view(-1, self.hidden.shape[-1])
 
     @property
     def frozen(self) -> bool:
+        """Returns whether the weight takes no gradient."""
         return not self.weight.requires_grad
 
     def masked_out(self, tokens: Tensor) -> Tensor | None:
-        """(R, V) bool: the ids that the sampling mask leaves out at these tokens (R,), of all one after another."""
+        """Returns which ids the sampling mask leaves out at `tokens` (R,), indices into the flattened batch, as (R, V)
+        bool; None without a mask."""
         if self.sampling_mask is None:
             return None
         mask = SamplingMask(self.sampling_mask.ids, self.sampling_mask.counts.flatten())[tokens]
@@ -60,10 +63,11 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
-    """Random inputs whose logits have standard deviation 2, or that of the case's entropy, made in place, without a
-    temporary as large as the weight; or a chat model's.
+    """Returns random inputs, or those of a chat model where the case has a temperature.
 
-    old_logps and ref_logps are near those of a uniform policy; `off_policy` puts them near this policy's.
+    Random logits have standard deviation 2, or the one of the case's entropy. The weight is made in place, without a
+    temporary of its size. old_logps and ref_logps are near those of a uniform policy; `off_policy` puts them near this
+    policy's.
     """
     batch, length = case.tokens // case.length, case.length
     generator = torch.Generator(device).manual_seed(seed)
@@ -104,7 +108,7 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
 
 
 def nearby_teacher(hidden: Tensor, weight: Tensor, **options: Any) -> Teacher:
-    """A teacher of this shape: hidden states and weight with noise of 0.3 of their standard deviation."""
+    """Returns a teacher of the same shape: hidden states and weight, with noise of 0.3 of their standard deviation."""
     generator = torch.Generator(hidden.device).manual_seed(2)
 
     def near(x: Tensor) -> Tensor:
@@ -115,9 +119,11 @@ def nearby_teacher(hidden: Tensor, weight: Tensor, **options: Any) -> Teacher:
 
 
 def _sharpen(hidden: Tensor, weight: Tensor, entropy: float, generator: torch.Generator) -> None:
-    """Gives the policy this mean entropy, in nats, in place. Some ids are likely everywhere, by Zipf's law, as words
-    are; larger logits make a few of each token's ids prevail, down to BROAD nats; below that hidden states are more or
-    less near the row of a likely id, as a model's are."""
+    """Gives the policy this mean entropy, in nats, in place.
+
+    Some ids are likely everywhere, by Zipf's law, as words are. Larger logits concentrate each token on few ids, down
+    to an entropy of BROAD; below that hidden states also move towards the weight's row of a likely id, as a model's do.
+    """
     vocab, device = len(weight), hidden.device
     prior = -(torch.randperm(vocab, device=device, generator=generator) + 1).float().log()
     hidden[..., 0] = 0
@@ -135,7 +141,7 @@ def _sharpen(hidden: Tensor, weight: Tensor, entropy: float, generator: torch.Ge
 
 
 def _solve(logits_at: Callable[[float], Tensor], entropy: float) -> float:
-    """x with this mean entropy of `logits_at(x)`, which falls with x."""
+    """Returns x where `logits_at(x)` have this mean entropy, in nats, which has to fall with x."""
     low, high = 0.0, 64.0
     for _ in range(20):
         x = (low + high) / 2
@@ -145,15 +151,18 @@ def _solve(logits_at: Callable[[float], Tensor], entropy: float) -> float:
 
 
 def _samples(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
-    """(B, T) int64 ids that the policy samples; a few rows of logits at a time."""
+    """Returns ids sampled from the policy, (B, T) int64, with the logits of a few rows in memory at a time."""
     rows = hidden.flatten(0, 1).split(SOME)
     drawn = [torch.multinomial((h @ weight.T).float().softmax(-1), 1, generator=generator) for h in rows]
     return torch.cat(drawn).view(hidden.shape[:2])
 
 
 def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> SamplingMask:
-    """The sampled id and others of the whole vocabulary: one of each of as many equal parts of it as ids are kept, so
-    that they ascend and no two are equal. Completions with and without a mask are spread over the batch."""
+    """Returns a mask that keeps the sampled id and others, from the whole vocabulary.
+
+    The vocabulary is cut into as many equal parts as a token keeps ids, and one id is taken from each, so that ids
+    ascend and differ. Completions with and without a mask are spread over the batch.
+    """
     vocab, rows = case.vocab_size, torch.arange(len(ids), device=ids.device)
     if case.skewed:
         order = torch.randperm(ids.numel(), device=ids.device, generator=generator)
@@ -174,8 +183,10 @@ def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> Sampl
 
 
 def skewed_counts(tokens: int, mean: int) -> Tensor:
-    """(tokens,) int64, ascending, with this mean: how many ids top-p keeps of a token. The share SINGLE of the tokens
-    has one, the median is 2 and the 99th percentile P99; from there they rise to MOST."""
+    """Returns how many ids top-p keeps of each token, (tokens,) int64, ascending, with this mean.
+
+    A share SINGLE of the tokens keeps one id, the median is 2, the 99th percentile P99; then counts rise to MOST.
+    """
     place = (torch.arange(tokens, dtype=torch.float64) + 0.5) / tokens
     p99 = place[math.ceil(0.99 * tokens) - 1].item()
     middle, top = ((place - a).clamp(0, b - a) / (b - a) for a, b in ((SINGLE, p99), (p99, 1.0)))
@@ -194,7 +205,8 @@ def skewed_counts(tokens: int, mean: int) -> Tensor:
 
 
 def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages: Tensor, beta: float) -> Tensor:
-    """GRPO's loss per token, `advantages` broadcast to it: clipped surrogate + beta * k3, as trainers write it."""
+    """Returns GRPO's loss per token, clipped surrogate + beta * k3, as trainers write it; `advantages` are broadcast to
+    the shape of `logps`."""
     ratio = torch.exp(logps - old_logps)
     clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
     loss = -torch.min(ratio * advantages, clipped * advantages)
@@ -204,7 +216,7 @@ def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages
 
 
 def token_divergences(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
-    """Of policy p and teacher q, per token, from log-probabilities of all ids."""
+    """Returns the divergence of policy p and teacher q per token, (..., V) to (...), in nats."""
     if divergence == "reverse_kl":
         return (log_p.exp() * (log_p - log_q)).sum(-1)
     if divergence == "forward_kl":
@@ -214,12 +226,12 @@ def token_divergences(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
 
 
 def grpo_objective(logps: Tensor, inputs: Inputs) -> Tensor:
-    """Scalar: `token_losses` averaged over each completion, then over completions."""
+    """Returns the loss (): `token_losses` averaged over each completion, then over completions."""
     loss = token_losses(logps, inputs.old_logps, inputs.ref_logps, inputs.advantages.unsqueeze(1), inputs.beta)
     return ((loss * inputs.mask).sum(-1) / inputs.mask.sum(-1).clamp(min=1.0)).mean()
 
 
 def _idle(num_prompts: int, share: float) -> list[int]:
-    """`share` of the prompts, spread over the batch."""
+    """Returns the indices of `share` of the prompts, spread over the batch."""
     count = round(num_prompts * share)
     return [i * num_prompts // count for i in range(count)]

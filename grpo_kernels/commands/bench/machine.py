@@ -1,7 +1,7 @@
-"""Where something was measured, and of which code: device, driver, versions, date, revision; and the JSON of a run.
+"""Where and with which code a measurement was made: device, driver, versions, date, revision; and the JSON of a run.
 
-That JSON is {"environment", "cases", "not_run"}. A case is {"case": its fields, "date", "implementations": name ->
-what was found}.
+That JSON, a document, is {"environment", "cases", "not_run"}. Its cases are records, {"case": fields of a `Case`,
+"date", "implementations": name -> report}. A report is what is known of one implementation in one case.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TOKEN = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])'|\
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Returns everything a reader needs to judge a number, ready for JSON."""
+    """Returns everything that a reader needs to judge a number, ready for JSON."""
     on_gpu = device.type == "cuda"
     kept = ("GRPO_KERNELS_", "MALLOC_", "PYTORCH_")
     return {
@@ -89,6 +89,7 @@ def code_digest(root: Path) -> str | None:
 
 
 def _of_python(text: str) -> str:
+    """Returns Python code without comments, docstrings and formatting."""
     return _syntax(ast.parse(text))
 
 
@@ -103,14 +104,17 @@ def _syntax(node: object) -> str:
 
 
 def _is_text(node: object) -> bool:
+    """Returns whether a statement is a constant alone, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _of_cxx(text: str) -> str:
+    """Returns the tokens of C++ code, a line each, without comments."""
     return "\n".join(token for token in _TOKEN.findall(text) if not token.startswith(("//", "/*")))
 
 
 def _of_json(text: str) -> str:
+    """Returns JSON with sorted keys and without formatting."""
     return json.dumps(json.loads(text), sort_keys=True)
 
 
@@ -118,7 +122,7 @@ _MEANING = {".py": _of_python, ".json": _of_json} | dict.fromkeys((".h", ".cuh",
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Returns what git says of a checkout; None without git, or in a copy that is no checkout."""
+    """Returns the output of a git command; None without git, or in a copy that is no checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -129,22 +133,23 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def write(path: Path, document: Document) -> None:
-    """Atomically: an interrupted run keeps what was there before."""
+    """Writes a document as JSON, atomically: an interrupted run keeps what was there before."""
     write_text(path, json.dumps(document, indent=1, default=str) + "\n")
 
 
 def now() -> str:
+    """Returns the time in UTC, as ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a timer sees finished work."""
+    """Waits for the device, so that a timer sees finished work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def describe(error: BaseException) -> str:
-    """One line; out of memory by that name."""
+    """Returns an error in one line, which begins with OUT_OF_MEMORY where memory ran out."""
     first = (str(error).strip().splitlines() or [""])[0][:300]
     text = f"{type(error).__name__}: {first}"
     exhausted = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
@@ -152,7 +157,8 @@ def describe(error: BaseException) -> str:
 
 
 def limit_memory() -> None:
-    """Make an allocation that the machine cannot hold fail here, before the kernel kills some process. Linux."""
+    """Limits this process to the memory that is available (Linux): an allocation that the machine cannot hold fails
+    here, before the kernel kills some process."""
     available = bytes_of("/proc/meminfo", "MemAvailable")
     if available is not None:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)

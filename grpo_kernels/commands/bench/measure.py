@@ -1,7 +1,8 @@
-"""One case: every implementation is checked and timed once, then all in interleaved rounds; memory.
+"""Measures one case: every implementation is checked and timed once, then all in interleaved rounds; then memory.
 
-Rounds go A B C, B C A, C A B, ...: a slow minute of the machine hits everybody alike. A time is the median of LEAST or
-more of them: whose rounds would take too long is measured with fewer tokens, in a case of its own.
+Rounds go A B C, B C A, C A B, ..., so that a slow minute of the machine slows everybody alike. A time is the median of
+LEAST or more of them. An implementation whose rounds would take too long is measured with fewer tokens, in a case of
+its own.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Options(NamedTuple):
 
 
 def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_in_subprocess) -> dict[str, Any]:
-    """Returns {"implementations": name -> what was found}, and "error" where the case itself failed.
+    """Returns {"implementations": name -> report}, and "error" where the case itself failed.
 
-    Runs in a process of its own. One that kills the process, is silent for too long, or leaves the device in a state of
-    error affects no other: its end is its result, and the others are measured again without it, first those that have
-    no time yet.
+    The case runs in a process of its own. An implementation that kills the process, is silent for too long, or leaves
+    the device in a state of error affects no other: this is its result, and the others are measured again without it,
+    first those that have no time yet.
     """
     found, is_over = titles(names), False
     lost: Found = {}
@@ -82,10 +83,12 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
 
 
 def titles(names: Sequence[str]) -> Found:
+    """Returns the reports that a case starts with, which have titles only."""
     return {name: {"title": IMPLEMENTATIONS[name].title} for name in names}
 
 
 def _measure(case: Case, names: Sequence[str], options: Options, begin: float, on_progress: OnProgress) -> Found:
+    """Measures a case in this process. Returns the reports of its implementations."""
     device, found, set_up = torch.device(options.device), titles(names), 0.0
     if device.type == "cpu":
         limit_memory()
@@ -134,17 +137,19 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
 
 
 def _divisor(case: Case, excess: float) -> int:
-    """Of the tokens, so that a measurement that takes `excess` times as long as it may can be made; 0: none that leaves
-    enough to compare."""
+    """Returns the smallest divisor of the case's length by which tokens have to be divided, where a measurement takes
+    `excess` times as long as it may; 0 if too few tokens would be left."""
     fitting = (d for d in range(1, FEWEST + 1) if case.length % d == 0 and d >= excess)
     return next(fitting, 0)
 
 
 def _timed(times: list[float]) -> dict[str, Any]:
+    """Returns the part of a report that holds the times, in seconds."""
     return {"seconds": {"median": statistics.median(times), "min": min(times), "max": max(times), "times": times}}
 
 
 def _add_ratios(found: Found) -> None:
+    """Adds to reports the ratios of their medians to those of BASES, and of the median of ours to theirs."""
     medians = {name: report["seconds"]["median"] for name, report in found.items() if "seconds" in report}
     for name, median in medians.items():
         found[name] |= {f"ratio_to_{base}": median / medians[base] for base in BASES if base in medians}
@@ -158,8 +163,11 @@ def interleave(
     deadline: float = math.inf,
     on_progress: OnProgress = lambda text: None,
 ) -> Iterator[tuple[str, list[float]]]:
-    """Yields after each call whose it was and its times so far: `rounds` of every step, in turn; LEAST of them where
-    the deadline comes first. Each step has to have run before."""
+    """Times `rounds` of every step, in turn; LEAST of them where the deadline comes first. Each step has to have run
+    before.
+
+    Yields after each call the name of its step and the times of this step so far, in seconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     for number in range(rounds):
@@ -175,7 +183,7 @@ def interleave(
 
 
 def seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Of one call: by the clock on a CPU, by events on a GPU; what it returns is freed outside the time."""
+    """Times one call, by the clock on a CPU, by events on a GPU; what the call returns is freed outside of the time."""
     gc.collect()
     synchronize(device)
     if device.type == "cpu":
@@ -193,7 +201,8 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
 def prepare(
     name: str, inputs: Inputs, mode: str, exact: Reference | None, device: torch.device
 ) -> tuple[Step | None, dict[str, Any]]:
-    """The step of an implementation after its first call, None where it is missing or wrong; and what was found."""
+    """Calls an implementation for the first time and checks the result. Returns its step, None where it is missing or
+    wrong, and its report."""
     try:
         step = IMPLEMENTATIONS[name].step(inputs, mode)
     except Unsupported as reason:
@@ -216,7 +225,7 @@ def prepare(
 
 
 def _survivable(error: Exception) -> str:
-    """A line about the error; raises it again if it leaves the device, and so this process, unusable."""
+    """Returns a line about the error; raises it again if it leaves the device, and so this process, unusable."""
     text = describe(error)
     if torch.cuda.is_available():
         if OUT_OF_MEMORY not in text:
@@ -226,8 +235,8 @@ def _survivable(error: Exception) -> str:
 
 
 def measure_peak_memory(case: Case, name: str, run: Run = run_in_subprocess) -> dict[str, Any]:
-    """Returns "peak_bytes" and "returned_bytes" of a call of an implementation, on a CPU, in a process of its own:
-    what libraries keep between calls is resident. "memory_error" where it fails, nothing where it cannot run."""
+    """Returns "peak_bytes" and "returned_bytes" of a call on a CPU; "memory_error" where it fails, nothing where it
+    cannot run. The call has a process of its own, because libraries keep memory between calls."""
     try:
         return {} if name in WITHOUT_MEMORY else run(_measure_peak_memory, case, name)
     except Died as death:
@@ -235,6 +244,7 @@ def measure_peak_memory(case: Case, name: str, run: Run = run_in_subprocess) -> 
 
 
 def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict[str, Any]:
+    """Returns the same as `measure_peak_memory`, of a call in this process."""
     limit_memory()
     on_progress(name)
     kept = min(case.kept_ids, 8)  # with a sampling mask other libraries are loaded
@@ -251,8 +261,8 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
 
 
 def peak_of_call(step: Step, inputs: Inputs, device: torch.device) -> dict[str, Any]:
-    """Returns bytes beyond inputs and returned gradients. Eager's peak comes before its gradients exist, so that
-    this counts them in its favour."""
+    """Returns the peak of a call in bytes beyond inputs and returned gradients, and the bytes of these gradients.
+    Eager's peak comes before its gradients exist, so that this counts in its favour."""
     before = restart_peak(device)
     if before is None:
         return {"memory_error": "this system has no high-water mark of memory that can be reset"}

@@ -23,6 +23,7 @@ PAD, END = 0, 1
 
 
 def make_model(inputs: Inputs) -> Any:
+    """Returns a Llama with random weights whose head has the inputs' shape and type; `Unsupported` for other sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocab_size, hidden_size = inputs.weight.shape
@@ -39,6 +40,7 @@ def make_model(inputs: Inputs) -> Any:
 
 
 def make_tokenizer(words: dict[str, int]) -> Any:
+    """Returns a tokenizer that splits text at white space and looks its words up."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""This library: the default, and what of it is compared with the default."""
+"""This library: the default, and variants of it that are compared with the default."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ def ours(
     teacher: dict[str, Any] | None = None,
     **options: Any,
 ) -> Step:
-    """`chunks` of equally many tokens, a `teacher` beside the loss, given by its options, and `options` of the
-    configuration: these make a difference to the loss and its gradient only."""
+    """Returns the step of the fused loss, of the divergence to the inputs' teacher, or of log-probabilities alone.
+
+    The tokens are cut into `chunks` of equal size. `teacher` has the options of a teacher that is beside the loss, and
+    `options` are those of the configuration. These three change the loss and its gradient only; other modes refuse
+    them.
+    """
     if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
         raise Unsupported(reason)
     if backend != "auto" and mode in DIVERGENCES and not get_backend(backend).takes_teachers:
@@ -68,6 +72,7 @@ def ours(
 
 
 def _logps(inputs: Inputs, backend: str = "auto") -> Tensor:
+    """Returns log-probabilities (B, T) of `fused_logps`."""
     return fused_logps(
         inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, sampling_mask=inputs.sampling_mask,
         backend=backend,
@@ -75,12 +80,12 @@ def _logps(inputs: Inputs, backend: str = "auto") -> Tensor:
 
 
 def logps_alone(inputs: Inputs, mode: str) -> Step:
-    """`fused_logps`, whose backward computes the logits again, under the objective in plain torch."""
+    """Returns the step of the objective in plain torch over `fused_logps`, whose backward computes the logits again."""
     return make_step(mode, _logps)
 
 
 def several(inputs: Inputs, mode: str) -> Step:
-    """Log-probabilities of IDS ids per token, of which the objective takes the first."""
+    """Returns the step that computes log-probabilities of IDS ids per token, of which the objective takes the first."""
     generator = torch.Generator(inputs.ids.device).manual_seed(3)
     others = torch.randint(len(inputs.weight), (*inputs.ids.shape, IDS), device=inputs.ids.device, generator=generator)
     ids = torch.cat([inputs.ids[..., None], others[..., 1:]], -1)
@@ -88,7 +93,7 @@ def several(inputs: Inputs, mode: str) -> Step:
 
 
 def scoring(inputs: Inputs, mode: str, find: Callable[[Tensor, Tensor, Tensor], Any]) -> Step:
-    """Without a gradient, from hidden states, weight and ids."""
+    """Returns the step that calls `find(hidden, weight, ids)` without a gradient."""
 
     def step(inputs: Inputs) -> Result:
         find(inputs.hidden.detach(), inputs.weight.detach(), inputs.ids)
@@ -98,12 +103,13 @@ def scoring(inputs: Inputs, mode: str, find: Callable[[Tensor, Tensor, Tensor], 
 
 
 def unmasked(inputs: Inputs, mode: str) -> Step:
+    """Returns the step of ours without the sampling mask."""
     step = ours(inputs, mode)
     return lambda inputs: step(replace(inputs, sampling_mask=None))
 
 
 def _table() -> dict[str, Implementation]:
-    """In the order in which they are shown."""
+    """Returns this library's implementations, in the order in which they are shown."""
     table = {
         "ours": Implementation("ours", ours),
         "ours-unmasked": Implementation("ours without the sampling mask", unmasked, "none"),

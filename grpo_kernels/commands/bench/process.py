@@ -21,7 +21,7 @@ NOT_RUN = "not run: out of time"  # so begins what says it
 class Died(Exception):
     """The process ended without a result: killed, crashed, silent for too long, or out of time (`NOT_RUN`).
 
-    last_message, found: the last ones that it told.
+    last_message, found: the last ones that it sent.
     """
 
     def __init__(self, why: str, last_message: str, found: Any = None) -> None:
@@ -36,10 +36,11 @@ def run_in_subprocess(
     silence_s: float = 600.0,
     deadline: float = math.inf,
 ) -> Any:
-    """What `function(*arguments, on_progress)` returns in a process of its own; its messages come to `on_progress`.
+    """Runs `function(*arguments, on_progress)` in a process of its own. Returns its result; messages go to
+    `on_progress`.
 
-    Raises `Died` if it raises, dies, says nothing for `silence_s` seconds, or is not ready at `deadline`, as
-    time.time() counts.
+    Raises `Died` if it raises, dies, sends nothing for `silence_s` seconds, or is not ready at `deadline`, a time of
+    time.time().
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -75,6 +76,7 @@ def run_in_subprocess(
 
 
 def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    """Sends the result of a function, or its error, to the parent process, and ends this one."""
     try:
         pipe.send(("returned", function(*arguments, lambda text, found=None: pipe.send(("progress", text, found)))))
     except Exception as error:  # the parent decides what an error means
@@ -84,6 +86,7 @@ def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[obje
 
 
 def _describe_exit(exitcode: int | None) -> str:
+    """Returns why a process ended, from its exit code."""
     if exitcode == -signal.SIGALRM:
         return f"{NOT_RUN}, its first call took half of what was left"
     if exitcode == -signal.SIGKILL:

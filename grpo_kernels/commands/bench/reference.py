@@ -1,4 +1,4 @@
-"""The exact result: loss and gradients in float64 from the same inputs, a few rows at a time; errors against it."""
+"""The exact result, in float64 from the same inputs, a few rows at a time; and errors of results against it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Reference:
 
 
 def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
-    """The same batch a little off-policy, its true log-probabilities from float32, since near is enough."""
+    """Returns the batch with old_logps and ref_logps near the policy's log-probabilities, which are computed in
+    float32, exactly enough for this."""
     weight, hidden = inputs.weight.detach().float(), inputs.flat_hidden.detach()
     parts = [_log_p(hidden[rows].float() @ weight.T, inputs, rows)[1] for rows in _chunks(inputs)]
     logps, generator = torch.cat(parts).view(inputs.ids.shape), torch.Generator().manual_seed(seed)
@@ -48,9 +49,10 @@ def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
 
 
 def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
-    """One pass over chunks of rows: with all masks one, a token's share of the loss depends on no other token.
+    """Returns the exact result, from one pass over chunks of rows.
 
-    `objective`: "grpo", or "cross_entropy", the mean of -logp; neither counts where the mode is a divergence.
+    All masks are one, so that a token's share of the loss depends on no other token. `objective`: "grpo", or
+    "cross_entropy", the mean of -logp; without effect where the mode is a divergence.
     """
     weight, hidden, count = inputs.weight.detach(), inputs.flat_hidden.detach(), inputs.ids.numel()
     old, ref = (x.reshape(-1).double() for x in (inputs.old_logps, inputs.ref_logps))
@@ -82,7 +84,7 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
 
 
 def errors(right: Reference, result: Result) -> dict[str, float]:
-    """Errors of what the result has.
+    """Returns the errors of what the result has.
 
     "loss": relative to a token's mean |loss|; "dhidden", "dweight": in the Euclidean norm, relative; "logps_max" and
     "logps_rms": absolute, in nats.
@@ -101,7 +103,7 @@ def errors(right: Reference, result: Result) -> dict[str, float]:
 
 
 def why_wrong(right: Reference, result: Result, found: dict[str, float], dtype: torch.dtype) -> str | None:
-    """What is lacking, or off by more than rounding explains; NaN is."""
+    """Returns what the result lacks, or which errors are larger than rounding explains, or NaN; None if it is right."""
     wanted = {"dhidden": right.dhidden, "dweight": right.dweight}
     lacking = [name for name, true in wanted.items() if true is not None and name not in found]
     if right.dhidden is None and "logps_max" not in found:
@@ -114,24 +116,25 @@ def why_wrong(right: Reference, result: Result, found: dict[str, float], dtype: 
 
 
 def _chunks(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Tokens, as many at a time as have _LOGITS logits."""
+    """Returns the indices of all tokens, in chunks that have up to _LOGITS logits."""
     tokens = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
     return torch.split(tokens, max(1, _LOGITS // len(inputs.weight)))
 
 
 def _log_p(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of all ids at `rows`, -inf where a sampling mask leaves them out, and of the sampled ids."""
+    """Returns log-probabilities of all ids at `rows` (R,), as (R, V) with -inf where a sampling mask leaves them out,
+    and of the sampled ids, (R,)."""
     out = inputs.masked_out(rows)
     log_p = (logits if out is None else logits.masked_fill(out, -math.inf)).log_softmax(-1)
     return log_p, log_p.gather(-1, inputs.ids.view(-1)[rows, None]).squeeze(-1)
 
 
 def _log_q(inputs: Inputs, rows: Tensor) -> Tensor:
-    """Log-probabilities of all ids at `rows` that the teacher gives."""
+    """Returns the teacher's log-probabilities of all ids at `rows` (R,), as (R, V) float64."""
     assert inputs.teacher is not None
     return _logits(inputs.teacher.hidden.flatten(0, 1)[rows].double(), inputs.teacher.weight).log_softmax(-1)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """float64, without the whole weight in it."""
+    """Returns logits (R, V) in float64; the weight is converted to it part by part."""
     return torch.cat([hidden @ part.double().T for part in weight.split(_IDS)], -1)

@@ -1,4 +1,4 @@
-"""Hidden states of SmolLM2-135M-Instruct and the ids that it sampled: what a policy computes, beside random inputs."""
+"""Hidden states of SmolLM2-135M-Instruct and the ids that it sampled: inputs of a real policy, beside random ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 128  # tokens of a completion, at most
 def chat_samples(tokens: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns hidden states (tokens, 576), weight (49152, 576), both float32, and ids (tokens,) int64.
 
-    They come from the file beside the model where an earlier call of this process or another made them.
+    The first call, of any process, writes hidden states and ids to a file beside the model; later ones read it.
     ImportError where the model's package is missing.
     """
     lm, tokenizer = chat_model()
@@ -50,7 +50,7 @@ def chat_model() -> tuple[Any, Any]:
 
 
 def stories(lm: Any, tokenizer: Any, temperature: float = 1.0) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the ids of a prompt for each of WORDS, and those of a completion of each."""
+    """Returns the ids of a prompt about each of WORDS, and those of its completion."""
     from ...trainer.arguments import TrainArguments
     from ...trainer.sampling import generate
 

@@ -36,7 +36,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def select(patterns: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """Names that match any of the patterns, as in `ours*`, and none of `without`.
+    """Returns the names that match any of the patterns, as in `ours*`, and none of `without`, in the table's order.
 
     ValueError where one of `patterns` matches no implementation.
     """
