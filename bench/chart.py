@@ -11,10 +11,10 @@ from html import escape
 
 from grpo_kernels.commands.bench.machine import OUT_OF_MEMORY, Document
 
-WIDTH, ROW, BAR = 560, 23, 14  # of the picture; of a row and the bar in it
-LETTER = 7.6  # mean width
-NUMBER = 78  # width of the number behind a bar
-CUT = 4.0  # times ours: a longer bar of time has a gap
+WIDTH, ROW, BAR = 560, 23, 14  # pixels: width of the picture, height of a row and of a bar
+LETTER = 7.6  # mean width of a letter
+NUMBER = 78  # width of the number after a bar
+CUT = 4.0  # times ours; a longer time has a bar with a gap
 STYLE = """\
 text { font: 15px system-ui, -apple-system, "Segoe UI", "Liberation Sans", Arial, sans-serif; fill: #1f2328 }
 .title, .ours text { font-weight: 600 }

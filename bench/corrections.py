@@ -1,14 +1,16 @@
-"""What corrections between sampling engine and policy cost: bias and noise of the policy gradient of a toy.
+"""Bias and noise of a toy's policy gradient, with each correction for an engine that samples from another policy.
 
     OMP_NUM_THREADS=1 python bench/corrections.py [--sequences 400000] [--output bench/results/corrections/cpu.json]
 
 The policy is a Markov chain over 8 tokens, P = softmax(Z). The reward of a completion is its share of token 0, and
-its advantage the reward less the engine's expectation of it, as in a large group of GRPO. The gradient of the
-policy's expectation by Z is known exactly. The engine samples from softmax(Z + noise). Of the estimator g = w A d log
-p / d Z: bias, |E g - exact| / |exact|, without what its standard error explains; cosine, of E g and exact; noise, its
-variance over that of samples from the policy itself: how many times as many completions it takes. The weights of
-whole sequences without a bound are exact: where the difference to their estimates has the smaller standard error, its
-mean is taken for the bias.
+its advantage is the reward minus its expectation under the engine, as in a large group of GRPO. The engine samples from
+softmax(Z + noise). The exact gradient of the policy's expected reward with respect to Z is known. For the estimator
+g = w A d log p / d Z the table has
+- the bias, |E g - exact| / |exact|, without the part that its standard error explains,
+- the cosine between E g and exact,
+- the noise: its variance over that of samples from the policy itself, or how many times as many completions it needs.
+Sequence weights without a bound are unbiased. Where the difference of an estimator to theirs has the smaller standard
+error, its mean is taken for the bias.
 """
 
 from __future__ import annotations
@@ -96,8 +98,8 @@ def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, f
     p, engine = z.softmax(1), (z + spread * noise).softmax(1)
     (own_baseline, gradient), (baseline, _) = exact(z, length), exact(z + spread * noise, length)
     names, batches, gap = list(WEIGHTS), sequences // BATCH, 0.0
-    # Means of estimates and of their squared norms: of the policy's own samples, of each way, and of its difference to
-    # the exact one. Of weights: mean, mean square, share of zeros.
+    # Means of estimates and of their squared norms. Rows: samples from the policy itself, each of WEIGHTS, and the
+    # difference of each to EXACT. For the weights: mean, mean square, share of zeros.
     mean = torch.zeros(1 + 2 * len(names), TOKENS**2, dtype=torch.float64)
     square, numbers = mean.new_zeros(len(mean)), mean.new_zeros(len(names), 3)
     for _ in range(batches):

@@ -2,8 +2,8 @@
 
     python bench/dweight_learning.py [--steps 40] [--seeds 3] [--jobs 1] [--output bench/results/dweight/learning.json]
 
-`grpo-kernels demo --model smollm2` with bfloat16 weights, chunks of eight tokens (some fifteen to sixty in a step) and
-either `dweight_sum`; nothing else differs between the two runs of a seed. A run takes minutes on two cores.
+Runs `grpo-kernels demo --model smollm2` with bfloat16 weights, chunks of eight tokens (fifteen to sixty of them in a
+step) and either `dweight_sum`; nothing else differs between the two runs of a seed. A run takes minutes on two cores.
 """
 
 from __future__ import annotations

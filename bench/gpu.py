@@ -1,11 +1,11 @@
-"""All that a GPU machine without network can say about this checkout, in one JSON that is written as results come.
+"""Builds, tests and measures this checkout on a GPU machine without network; writes one JSON as results come.
 
     python bench/gpu.py --output gpu.json --minutes 7                  # build, check, tests, headline
     python bench/gpu.py --output gpu.json --minutes 6 --resume --peers DIR --stages build sampling benchmark trainer
 
-Every command is a process with a limit of time. What hangs, crashes or gives wrong results is named and
-its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
---resume keeps stages that came to an end with the same sources. The build is always made; it compiles what changed.
+Every command is a process with a time limit. If something hangs, crashes or gives wrong results, the JSON names it,
+its backend is left out of the stages that follow (`left_out`), all else is still measured, and the exit status is 1.
+--resume keeps stages that finished with the same sources. The build always runs; it compiles what changed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# QuACK imports only from a folder of this name: it takes what lies in another for code that may change.
+# QuACK can be imported only from a folder of this name: it takes code elsewhere for code that may change.
 PEERS = ROOT / "build" / "gpu" / "site-packages"
 BACKENDS = ("cuda", "triton")
-# Seconds of one command, in which Triton may compile for minutes; and of silence, in the benchmark and in pytest.
+# Seconds for one command, in which Triton may compile for minutes; and of silence until a step or a test is a hang.
 LIMITS = dict(build=300, check=120, headline=150, tests=200, trainer=150, sampling=180)
 SILENCE = 90.0
-VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", which take the backend of "auto"
-# Stages that are a set of `grpo-kernels bench`.
+VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", on the backend that "auto" takes
+# Stages that run a set of `grpo-kernels bench`.
 BENCHES = {"headline": "headline", "benchmark": "heads", "trainer": "trainer", "sampling": "sampling"}
-# Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
+# Of pytest. Each worker reads torch from disk, makes a CUDA context and shares the cores: more of them start later.
 TESTS = ("-n", "4", "--maxschedchunk", "1", "--tb=short", "-o", "faulthandler_exit_on_timeout=true")
-UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
+UNAVAILABLE = "backend "  # reasons of backends that cannot be loaded begin with this
 IS_OVER = "stopped: the time of all is up"
 
 
@@ -106,7 +106,7 @@ class Report:
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGKILL)
-                    process.wait(10)  # what a driver holds does not die at once
+                    process.wait(10)  # a process inside of a driver does not die at once
                 said.seek(0)
                 text = said.read()
                 with self.path.with_suffix(".log").open("ab") as log:
@@ -145,7 +145,7 @@ def unpack(folder: Path, target: Path = PEERS) -> list[str]:
         shutil.rmtree(target, ignore_errors=True)
         with tarfile.open(fileobj=io.BytesIO(b"".join(parts.values())), mode="r:xz") as archive:
             archive.extractall(target, filter="data")
-        # Python reads .pth files in its own folders only; a module of this name it imports when it starts.
+        # Python reads .pth files in its own folders only, and imports a module of this name when it starts.
         (target / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(target)!r})\n")
         shutil.copyfile(sums, unpacked)
     return lacking
@@ -164,7 +164,7 @@ def build(report: Report) -> None:
     report.data["left_out"] = {name: why for name, why in left_out.items() if not why.startswith(UNAVAILABLE)}
     ended = report.python("-m", "grpo_kernels", "env", "--json", limit=120)
     found = report.data["environment"] = {}
-    with contextlib.suppress(ValueError):  # it failed; warnings may stand before and after the JSON
+    with contextlib.suppress(ValueError):  # no JSON: the command failed; warnings may surround the JSON
         found |= json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])[0]
     for name in BACKENDS:
         if reason := found.get("backends", {}).get(name, ended.failure):
@@ -193,12 +193,12 @@ def bench(report: Report, stage: str) -> None:
     if report.options.shapes:
         more = {"headline": ["--against", "ours-cuda", "ours-triton"], "heads": []}
         options = ["--shapes", *report.options.shapes, *more.get(name, ["--modes", name])]
-    minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
+    minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # 20 s are left for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", 5, "--no-figures"]
     command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
     command += ["--silence", report.options.silence]
     excluded = [f"ours-{backend}" for backend in left_out]
-    if not left_out.get("cuda", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
+    if not left_out.get("cuda", UNAVAILABLE).startswith(UNAVAILABLE):  # it loads, so "auto" takes it
         excluded += ["ours", *(f"ours-{variant}" for variant in VARIANTS)]
     command += ["--exclude", *excluded] if excluded else []
     ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
@@ -223,7 +223,7 @@ def tests(report: Report) -> None:
     log = report.path.with_suffix(".tests.jsonl")
     log.unlink(missing_ok=True)
     command: list[object] = ["-m", "pytest", "-m", "gpu", *TESTS, "--outcomes", log]
-    command += ["-o", f"faulthandler_timeout={report.options.silence}"]  # before all hang
+    command += ["-o", f"faulthandler_timeout={report.options.silence}"]  # dump tracebacks before all workers hang
     command += ["-k", f"not ({' or '.join(report.data['left_out'])})"] if report.data["left_out"] else []
     command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
     ended = report.python(*command, limit=LIMITS["tests"])
@@ -231,7 +231,7 @@ def tests(report: Report) -> None:
     lines = {line["test"]: line for line in said}
     rest = [name for name, line in lines.items() if line["outcome"] in ("selected", "begun")]
     done |= {name: f"{line['outcome']}: {line['said']}" for name, line in lines.items() if name not in rest}
-    if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself was ended, and not by its time
+    if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself crashed, and was not stopped
         done |= {name: f"failed: {ended.failure}" for name in rest if lines[name]["outcome"] == "begun"}
     for name, outcome in done.items():
         if outcome.startswith("failed"):
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device.startswith("cuda") and shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         print("gpu.py needs an NVIDIA GPU: this machine has neither nvidia-smi nor its driver", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed then, and the report written
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills what runs, and writes the report
     report = Report(options)
     stages = report.data["stages"]
     for name in options.stages:

@@ -2,10 +2,10 @@
 
     1.33<!-- gpu/h100-lab.json > cases > [case.head=llama-3-8b] > implementations > sparse > ratio_to_floor : .2f -->
 
-A key or an index of a path leads on, `*` to all entries, and [a.b=c; d] to those that have c at a.b and anything at d;
-median() takes the median of a list. Several numbers give a range, "1.4 to 1.7". `A / B` is a quotient of two paths, or
-of a number and a path, number by number. After the colon come a format of Python's and, if the page gives the number in
-one, a unit of UNITS. What a file holds is compared and formatted, never run.
+The steps of a path are keys and indices, `*` for all entries, [a.b=c; d] for the entries that have c at a.b and any
+value at d, and median() for the median of a list. Several numbers are written as a range, "1.4 to 1.7". `A / B` is the
+quotient of two paths, or of a number and a path, number by number. After the colon come a format of Python's and, if
+the page gives the number in one, a unit of UNITS. The contents of files are compared and formatted, never executed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ UNITS = {"": 1.0, "%": 0.01, "ms": 1e-3, "minutes": 60.0, "MiB": 2.0**20, "GiB":
 _NUMBER = r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[-+]?\d+)?"
 _RANGE = rf"{_NUMBER}(?:\s+to\s+{_NUMBER})?"
 _QUOTE = re.compile(rf"({_RANGE})<!--\s+(\S+\.json)\s+>\s+(.*?)\s+:\s+(\S+?)(?:\s+(\S+))?\s+-->", re.DOTALL)
-# What is no sentence: code, addresses, comments; and tables that come from files as a whole.
+# Text outside of sentences: code, addresses, comments, and tables that are generated as a whole.
 _WRITTEN = r"<!-- (?:results:begin|table) -->.*?<!-- (?:results:end|end of table) -->"
 _ASIDE = rf"{_WRITTEN}|^```.*?^```|^ {{4}}\S[^\n]*|`[^`]*`|\]\([^)]*\)|<!--.*?-->"
-# A version or a setting stands behind its name.
+# Names that a version or a setting follows.
 _NAMES = (
     r"TRL|vLLM|SGLang|Liger|verl|torch|Triton|CUDA|Python|OpenRLHF|capability|section|clip|beta|temperature|top_p|min_p"
 )

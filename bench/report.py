@@ -2,7 +2,7 @@
 
 Pictures go to bench/figures, named after their file of results: cpu.json gives cpu-time.png, ... Tables go between
 the markers of PAGES, and numbers into their sentences (quotes.py). With --check, `make check-figures`, nothing is
-written: what differs from its file, or names none, is an error.
+written, and a table or number that differs from its file, or names none, is an error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
 PAGES = ("README.md", "bench/README.md", "bench/RESULTS.md", "grpo_kernels/README.md",
          "grpo_kernels/integrations/README.md", "grpo_kernels/trainer/README.md")  # fmt: skip
-# Of files as a whole; thresholds of alarms, which nobody measures.
+# One page is generated as a whole; the other has thresholds of alarms, which nobody measures.
 WITHOUT_MARKERS = ("bench/RESULTS.md", "grpo_kernels/trainer/README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-# Limits of the chunks and of glibc, which the code sets and nobody measures.
+# Limits that this code or glibc sets, and nobody measures.
 EXCEPTIONS = (
     "within 1 GiB", "within 512 MiB", "blocks of 32 MiB", "up to 4 GiB", "fit into 4 GiB", "(512 MiB on a CPU)",
 )  # fmt: skip
-H100, LAB = "gpu/h100-targets.json", "gpu/h100-lab.json"  # of gpu.py; of a script for this one machine
+H100, LAB = "gpu/h100-targets.json", "gpu/h100-lab.json"  # written by gpu.py; by a script for this one machine
 FILES = (
     "cpu.json", "cpu-masks.json", "cpu-sweeps.json", "cpu-host.json", "distillation/cpu.json", "steps/top-k.json",
     "gpu-h200.json", H100, LAB,

@@ -4,8 +4,8 @@
     python -m pytest bench --benchmark-compare                  # after a change: beside what was saved last
     python -m pytest bench --set heads --benchmark-columns median,min,max,rounds
 
-Each result is compared with float64 first. Rounds of one implementation follow one another here; `grpo-kernels bench`,
-which interleaves them, is behind the README's tables.
+Each result is compared with float64 first. The rounds of an implementation follow one another here; `grpo-kernels
+bench`, which measured the tables of the README, interleaves them.
 """
 
 from __future__ import annotations

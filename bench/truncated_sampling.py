@@ -1,4 +1,4 @@
-"""Truncated sampling: what an engine's rounding changes of the kept ids, and what TRL's trainer learns over them.
+"""Truncated sampling: how an engine's rounding changes the kept ids, and how TRL's trainer learns with them.
 
     python bench/truncated_sampling.py rounding    SmolLM2-135M-Instruct, which `make demo-chat` installs: ten minutes
     python bench/truncated_sampling.py learning    a model of 140,000 parameters learns the times table: ten minutes

@@ -9,7 +9,7 @@ from typing import Any
 
 LENGTH = 1024  # tokens per completion, where the batch is large enough
 GENERATIONS = 4  # completions per prompt, unless a case says otherwise
-DIVERGENCES = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}  # TRL's and Liger's beta
+DIVERGENCES = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}  # the beta of TRL and Liger
 MODES = {
     "step": "loss, forward and backward, lm_head trained",
     "frozen": "loss, forward and backward, lm_head frozen",
@@ -33,7 +33,7 @@ HEADS = {  # (H, V) of the lm_head
     "qwen3.5": (2048, 248320),
     "gemma-3": (2560, 262144),
     "deepseek-v3": (7168, 129280),
-    "tiny": (64, 2048),  # of no model: to try the benchmarks themselves
+    "tiny": (64, 2048),  # no model's: for trying the benchmarks themselves
 }
 
 
@@ -185,14 +185,14 @@ _SHARES = (0.0, 0.5, 0.25, 0.75)
 SETS: dict[str, dict[str, list[Job]]] = {
     "quick": {
         "cpu": [
-            # The cheap ones first: products of bfloat16 take minutes on CPUs without instructions for them.
+            # Cheap cases first: bfloat16 products take minutes on CPUs without instructions for them.
             *_jobs("smollm2-135m:256", (*BARE, "trl"), dtype="float32"),
             *_jobs("smollm2-135m:256", (*BARE, "trl"), mode="forward"),
             *_jobs("smollm2-135m:256", RIVALS, memory=BARE),
         ],
         "cuda": [*_jobs("qwen2.5-1.5b:8192", RIVALS, mode=("step", "forward")), *_jobs("llama-3-8b:4096", RIVALS)],
     },
-    # The heads of real models: forward and backward, what it takes in memory; on a GPU also the other modes.
+    # Heads of real models: time and memory of forward and backward; on a GPU also the other modes.
     "heads": {
         "cpu": [
             *_jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, memory=(*BARE, "trl"), length=256),
@@ -201,7 +201,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs("llama-3.2-1b:512", NEAREST, dtype=BOTH, length=128),
             *_jobs(("qwen3.5:256", "gemma-3:256", "deepseek-v3:128"), NEAREST),
         ],
-        # A GPU is lent for minutes: the peers first; compiled eager compiles for half of one.
+        # Peers first, in case time runs out. Compiled eager, which compiles for half a minute, is in few cases.
         "cuda": [
             *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
             *_jobs("llama-3-8b:16384", (*BARE, "ours-cuda", "ours-triton", "trl"), mode="forward"),
@@ -214,12 +214,12 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs(_counts("qwen2.5-1.5b", 1024), BARE),
         ],
     },
-    # Every backend of this library beside the three bare products.
+    # Every backend of this library, and the three bare products.
     "headline": {
         "cpu": _jobs("smollm2-135m:2048", ("ours", "ours-cpu", "ours-torch", "floor"), dtype=BOTH, length=256),
         "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda", "ours-triton", "ours-sparse", "floor")),
     },
-    # What the host takes, where products take next to nothing.
+    # Time of the host: the products take next to none.
     "host": {
         kind: [
             *_jobs("64x16x64", PLAIN, dtype="float32", length=8, beta=(0.0, 0.04), rounds=200),
@@ -227,8 +227,8 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ]
         for kind in ("cpu", "cuda")
     },
-    # Time against kept ids: those that a peer's engine kept, and equally many of each token; half of the tokens masked;
-    # scoring only.
+    # Time by number of kept ids: as many as a peer's engine kept, and equally many for each token; a mask for half of
+    # the tokens; scoring only.
     "masks": {
         kind: [
             *_jobs(shape, MASKED, memory=MASKED[:2], kept_ids=8, skewed=True, **options),
@@ -241,8 +241,8 @@ SETS: dict[str, dict[str, list[Job]]] = {
             ("cuda", "llama-3-8b:16384", {}),
         )
     },
-    # The share of prompts whose rewards are all equal, which have no gradient without KL; few tokens, where launches
-    # cost more than products, to many; peak memory against the length of 8 completions.
+    # Time by share of prompts whose rewards are all equal, which have no gradient without KL; time by number of tokens,
+    # from few, where launches cost more than products, to many; peak memory by length of 8 completions.
     "sweeps": {
         "cpu": [
             *_jobs("smollm2-135m:1024", (*IDLE, *WEIGHED[1:]), idle_share=_SHARES, beta=0.0, length=64),
@@ -256,7 +256,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*WEIGHED, "floor", "verl*")),
         ],
     },
-    # What a gradient of few entries costs and how far off it is, by the entropy of the policy.
+    # Time and error of sparse gradients of the logits, by entropy of the policy.
     "sparse": {
         "cpu": [
             *_jobs("smollm2-135m:2048", SPARSE, memory=SPARSE[:2], dtype=BOTH, length=256, temperature=(0.7, 1.0)),
@@ -264,12 +264,12 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ],
         "cuda": _jobs(_GPU_HEADS[:2], SPARSE, entropy=(1.0, 2.5, 5.0)),
     },
-    # What adding up the shares of chunks in 16 bits rounds of the weight's gradient.
+    # Rounding errors of the weight's gradient where the sum over chunks has 16 bits.
     "dweight": {
         "cpu": _jobs("smollm2-135m:2048", CHUNKED, length=256, temperature=(0.7, 1.0)),
         "cuda": _jobs(_GPU_HEADS[:2], CHUNKED, entropy=(1.0, 2.5)),
     },
-    # Errors against float64, of random ids and of a policy's samples.
+    # Errors against float64, for random ids and for ids that the policy sampled.
     "precision": {
         "cpu": [
             *_jobs(("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512"), PRECISE, entropy=(0.0, 1.0)),
@@ -286,8 +286,8 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ],
         "cuda": _jobs(_GPU_HEADS[:2], TEACHERS, mode=("reverse_kl", "jsd")),
     },
-    # Several ids per token: a teacher on the policy's likeliest ids beside a step, their log-probabilities with and
-    # without a gradient, and finding those that a sampler would keep beside scoring.
+    # Several ids per token: a step with a teacher on the policy's likeliest ids, log-probabilities of several ids with
+    # and without a gradient, and the search for the ids that a sampler would keep.
     "top-k": {
         kind: [
             *_jobs(shape, SEVERAL, dtype=dtype, beta=0.0),
@@ -295,7 +295,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ]
         for kind, shape, dtype in (("cpu", "smollm2-135m:1024", "float32"), ("cuda", "llama-3-8b:16384", "bfloat16"))
     },
-    # Of a whole model.
+    # Whole models.
     "trainer": {
         "cpu": _whole("trainer", "smollm2-135m:1024", 128, dtype="float32", memory=WHOLES["trainer"], rounds=7),
         "cuda": _whole("trainer", "qwen2.5-0.5b:32768", 4096),
@@ -312,4 +312,4 @@ SETS: dict[str, dict[str, list[Job]]] = {
         )
     },
 }
-SETS["targets"] = SETS["heads"]  # its name in committed results
+SETS["targets"] = SETS["heads"]  # the name of this set in committed results

@@ -23,16 +23,16 @@ from .process import NOT_RUN, OnProgress, run_in_subprocess
 from .table import IMPLEMENTATIONS, select
 
 ROUNDS = {"cpu": 5, "cuda": 15}
-LONG_S = 60.0  # for the rounds of one implementation: whoever needs more gets fewer tokens
-SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
+LONG_S = 60.0  # for all rounds of an implementation; one that needs more gets fewer tokens
+SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; a longer silence is a hang
 _QUICK_MINUTES = 1.8
-_LATE_S = 8.0  # after the end: for calls that are under way; what is not ready then is stopped
-_WORTH_STARTING_S = 10.0  # of the time that is left
+_LATE_S = 8.0  # after the deadline, for a call under way; then its process is stopped
+_WORTH_STARTING_S = 10.0  # the least time for a case to begin
 _HEADER = (
     *("", "median ms", "min", "max", "to floor", "to eager", "peak MiB", "gradients", "logp"),
     "why there is none",
 )
-_SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment, in all cases of a document
+_SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment, equal in all cases of a document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def bench(arguments: argparse.Namespace) -> int:
     if arguments.device == "auto" and device.type == "cpu":
         print("no GPU here, hence no GPU figures: this measures the CPU")
     planned = len(chosen)
-    for number, job in enumerate(chosen, 1):  # which grows by cases with fewer tokens
+    for number, job in enumerate(chosen, 1):  # the list grows by cases with fewer tokens
         found = next((case for case in cases if _is_of(case, job)), None)
         if found is None and end - time.time() < _WORTH_STARTING_S:
             document["not_run"].append(str(job.case))
@@ -89,7 +89,7 @@ def bench(arguments: argparse.Namespace) -> int:
                 run_in_subprocess, on_progress=_show_progress(title), deadline=end + _LATE_S,
                 silence_s=arguments.silence or SILENCE_S[device.type],
             )  # fmt: skip
-            # Half of its share of the time: as much goes to first calls and exact results.
+            # Half of a fair share of the time left; the other half is for first calls and exact results.
             share = (end - time.time()) / (len(chosen) - number + 1) / len(job.against) / 2
             most = min(LONG_S, share) if number <= planned else math.inf
             found = measure_job(job, Options(str(device), rounds, end, most), run)
@@ -122,7 +122,7 @@ def measure_job(job: Job, options: Options, run: Run) -> Document:
     names = select(job.against)
     found = measure(job.case, names, options, run) if options.rounds else {"implementations": titles(names)}
     reports = found["implementations"]
-    on_cpu = torch.device(options.device).type == "cpu"  # a GPU has measured memory beside time
+    on_cpu = torch.device(options.device).type == "cpu"  # on a GPU `measure` measures memory too
     for name in select(job.memory) if on_cpu else ():
         if name in names and not {"error", "missing"} & reports[name].keys():
             late = {"memory_error": NOT_RUN} if time.time() > options.deadline else None
@@ -207,7 +207,7 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
     else:
         found = jobs(arguments.set or ("quick" if arguments.quick else "heads"), device.type)
     if arguments.against:
-        select(arguments.against)  # an unknown name is an error before any work
+        select(arguments.against)  # raises for an unknown name, before any work
         found = [replace(job, against=("ours", "floor", *arguments.against)) for job in found]
     return [replace(job, against=tuple(select(job.against, arguments.exclude))) for job in found]
 

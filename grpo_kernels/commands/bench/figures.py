@@ -15,12 +15,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from ...trainer.files import replacing
 from .machine import OUT_OF_MEMORY, Document
 
-WIDTH, DPI = 9.0, 200  # inches: two pixels for each of the 900 that a README shows
+WIDTH, DPI = 9.0, 200  # inches, pixels per inch: twice the 900 pixels that a README shows
 STYLE = {"figure.constrained_layout.use": True, "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left"}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True}
 STYLE |= {"grid.color": "#e6e6e6", "lines.linewidth": 1.3, "lines.markersize": 4}
 GREY = "#6b6b6b"
-CUT = 4.0  # times the floor: farther ones end there, with their number, or the others would touch
+CUT = 4.0  # times the floor; longer bars end there, so that the others differ visibly
 COLOURS = {"ours": "#d1410c", "eager": GREY, "compiled": "#989898", "trl": "#0b6fb3", "quack": "#b89600"}
 COLOURS |= {"liger": "#0a8f6a", "liger-native": "#4fb08e", "verl": "#8e44ad", "verl-torch": "#b583c9"}
 COLOURS |= {"cut-cross-entropy": "#8c6d31"}

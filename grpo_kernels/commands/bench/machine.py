@@ -34,7 +34,7 @@ PACKAGES = ("triton", "transformers", *_PEERS, "numpy")
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = ("csrc", "grpo_kernels/head", "grpo_kernels/kernels", "grpo_kernels/objective")  # what figures depend on
 _RESERVE = 2**30  # bytes left to the rest of the machine
-# Of C++: a comment, a string, a character, a name or number, any other sign.
+# A token of C++: a comment, a string, a character, a name or number, any other sign.
 _TOKEN = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])'|\w+|\S", re.DOTALL)
 
 
@@ -52,7 +52,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
-        # Of torch its own, which names its CUDA; the metadata of PyPI's wheels do not.
+        # torch's own version names its CUDA, which the metadata of PyPI's wheels do not.
         "versions": {"grpo-kernels": __version__, "torch": str(torch.__version__)}
         | {name: package_version(name) for name in PACKAGES},
         "backends": available_backends(),

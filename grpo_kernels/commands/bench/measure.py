@@ -29,13 +29,13 @@ from .reference import Reference, errors, off_policy, reference, why_wrong
 from .table import IMPLEMENTATIONS
 
 Found = dict[str, dict[str, Any]]
-Run = Callable[..., Any]  # run_in_subprocess, told about progress and silence
-LEAST = 5  # rounds, where as many are asked for
-FEWEST = 8  # an eighth of the tokens: with still fewer it is the weight that takes the time
-# Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
-BASES = ("floor", "eager", "trl-trainer")  # whom everybody is compared with
+Run = Callable[..., Any]  # run_in_subprocess with its options for progress, silence and deadline
+LEAST = 5  # rounds of a median, unless fewer are asked for
+FEWEST = 8  # divides the tokens at most by this: with fewer, reading the weight takes most of the time
+BASES = ("floor", "eager", "trl-trainer")  # implementations that all are compared with
+# The floor has a buffer that no loss needs, and the peak of compiled eager includes the compiler.
 WITHOUT_MEMORY = ("floor", "compiled")
-# One of them is in the report of an implementation that had its turn.
+# The report of an implementation that had its turn has one of these keys.
 _RESULT = {"seconds", "error", "missing", "fewer_tokens"}
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_i
                 lost[death.last_message] = {"error": why}
         for name, report in reports.items():
             found[name] |= report
-        # Where time is short, others are not measured again because of one that was too slow.
+        # One that was too slow is no reason to measure the others again, once these have their results.
         has_all = all(_RESULT & found[name].keys() for name in names if name not in lost)
         is_over = why == NOT_RUN or (has_all and why.startswith(NOT_RUN))
     found |= lost
@@ -106,8 +106,8 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
             break
         set_up = set_up or time.time() - begin
         on_progress(name)
-        # A first call (not of ours) that takes half of what is left ends this process, for the sake of what comes
-        # after, if there is time to set up another one.
+        # A first call, except that of ours, may take half of the time left. Then SIGALRM ends this process, and the
+        # others are measured in a new one, if there is time to set it up.
         limited = name != "ours" and set_up < left / 2 < math.inf
         signal.setitimer(signal.ITIMER_REAL, left / 2 if limited else 0)
         try:
@@ -121,14 +121,14 @@ def _measure(case: Case, names: Sequence[str], options: Options, begin: float, o
                     report |= _timed([once])
                 else:
                     report |= {"fewer_tokens": case.tokens // divisor} if divisor else {"error": NOT_RUN}
-        except Exception as error:  # of an implementation: a result
+        except Exception as error:  # an error of an implementation is its result
             report = {"error": _survivable(error)}
         signal.setitimer(signal.ITIMER_REAL, 0)
         found[name] |= report
         on_progress(name, found)
     exact.clear()
     gc.collect()
-    gc.freeze()  # what lives now is not looked at before each call
+    gc.freeze()  # collections before each call skip the objects of now
 
     for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress):
         found[name] |= _timed(times)
@@ -175,7 +175,7 @@ def interleave(
             break
         for name in order:
             on_progress(name)
-            if device.type == "cuda":  # whose clock follows the power that the work before took: let it be this work
+            if device.type == "cuda":  # its clock follows the power of the work just before: repeat this step's work
                 steps[name]()
             times[name].append(seconds(steps[name], device))
             yield name, list(times[name])
@@ -247,10 +247,10 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     """Returns the same as `measure_peak_memory`, of a call in this process."""
     limit_memory()
     on_progress(name)
-    kept = min(case.kept_ids, 8)  # with a sampling mask other libraries are loaded
+    kept = min(case.kept_ids, 8)  # a sampling mask loads other libraries
     tiny = replace(case, tokens=32, hidden_size=64, vocab_size=512, length=8, generations=4, kept_ids=kept)
     try:
-        for one in (tiny, case):  # the first call starts threads, and loads what is loaded lazily
+        for one in (tiny, case):  # the first call starts threads and loads lazy libraries
             inputs = make_inputs(one, CPU)
             step = IMPLEMENTATIONS[name].step(inputs, case.mode)
             if one is tiny:

@@ -17,7 +17,7 @@ class Layers(NamedTuple):
     num_hidden_layers: int
 
 
-# By hidden size. Of SmolLM2-135M four layers, which a CPU computes in seconds; all of Qwen2.5-0.5B.
+# By hidden size: four layers of SmolLM2-135M, which a CPU computes in seconds; all layers of Qwen2.5-0.5B.
 LAYERS = {64: Layers(128, 1, 1, 1), 576: Layers(1536, 9, 3, 4), 896: Layers(4864, 14, 2, 24)}
 PAD, END = 0, 1
 

@@ -17,8 +17,8 @@ from ...names import DIVERGENCES, Divergence
 from .baselines import Implementation, Result, Step, Unsupported, make_step
 from .inputs import EPSILON, Inputs, nearby_teacher
 
-SHOWN = ("entropy", "sparse/")  # metrics, in the report
-IDS = 100  # per token, where there are more than the sampled one
+SHOWN = ("entropy", "sparse/")  # beginnings of the metrics that go into reports
+IDS = 100  # per token, in implementations that take several
 SUPPORTS: dict[str, dict[str, Any]] = {
     "min_p-0.05": dict(min_p=0.05), "top_k-50": dict(top_k=50), "top_p-0.9": dict(top_p=0.9),
     "top_k-50-top_p-0.9": dict(top_k=50, top_p=0.9),
@@ -115,13 +115,13 @@ def _table() -> dict[str, Implementation]:
         "ours-unmasked": Implementation("ours without the sampling mask", unmasked, "none"),
         "ours-unscored": Implementation("ours, score_inactive=False", partial(ours, score_inactive=False)),
     }
-    # Where ids are uniform all probabilities are below 1/64: 64 entries of a token are left.
+    # With uniform ids all probabilities are below 1/64, and 64 entries of a token's gradient are left.
     for name, title, theta in ("sparse", "1/64", 2**-6), *((f"2^-{k}", f"2^-{k}", 2**-k) for k in (8, 10, 12, 14, 16)):
         step = partial(ours, sparse_backward=theta)
         table[f"ours-{name}"] = Implementation(f"ours, sparse_backward={title}", step, estimate=True)
     for chunks in (1, 8):
         table[f"ours-{chunks}-chunks"] = Implementation(f"ours, chunks: {chunks}", partial(ours, chunks=chunks))
-    # Rounded logits would hide what sums round.
+    # In float32, because rounding the logits would hide the rounding of sums.
     exact = partial(ours, logits_dtype=torch.float32)
     table["ours-float32"] = Implementation("ours, logits_dtype=float32", exact)
     for chunks in (1, 2, 4, 8, 16, 32):

@@ -26,10 +26,10 @@ from .cases import DIVERGENCES
 from .inputs import EPSILON, Inputs, token_losses
 
 _TORCH_CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
-_TITAN_CHUNKS = 8  # its default
+_TITAN_CHUNKS = 8  # torchtitan's default
 _LIGER_CHUNK_TOKENS = 4096  # at most
 _VERL_TILE = 128  # the Triton kernels assume that it divides the hidden size
-_QUACK_ALIGNMENT = 8  # of the sizes, for its products in chunks
+_QUACK_ALIGNMENT = 8  # its products in chunks serve sizes that are multiples of this
 
 
 def need_nvidia(inputs: Inputs, least: tuple[int, int] = (0, 0)) -> tuple[int, int]:
@@ -50,7 +50,7 @@ def load(name: str, extra: str = "peers") -> ModuleType:
     try:
         return _load_verl(name) if name.startswith("verl.") else importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # verl's dependencies pin transformers and bring Ray; what is used here needs none of them.
+        # verl's dependencies pin transformers and bring Ray; its modules that are used here need none of them.
         requirement = {"verl": "--no-deps verl", "vllm": "vllm"}.get(name.split(".")[0], f"'grpo-kernels[{extra}]'")
         raise Unsupported(f"not installed ({error}): pip install {requirement}") from error
     except Exception as error:
@@ -234,7 +234,7 @@ def verl(inputs: Inputs, mode: str) -> Step:
     if hidden_size % _VERL_TILE:
         raise Unsupported(f"hidden size {hidden_size} is no multiple of {_VERL_TILE}")
     function = load("verl.utils.kernel.linear_cross_entropy")
-    load("verl.utils.kernel.kernels")  # which it imports at its first call, too late for `load`
+    load("verl.utils.kernel.kernels")  # imported here, where `load` catches errors, and not by the first call
 
     def logps(inputs: Inputs) -> Tensor:
         found, _ = function.linear_cross_entropy(inputs.hidden, inputs.weight, inputs.ids, 1.0, "none")

@@ -14,8 +14,8 @@ from typing import Any
 
 from .machine import OUT_OF_MEMORY, describe
 
-OnProgress = Callable[..., None]  # (message, what was found so far or nothing)
-NOT_RUN = "not run: out of time"  # so begins what says it
+OnProgress = Callable[..., None]  # (message, results so far or nothing)
+NOT_RUN = "not run: out of time"  # reasons that are a lack of time begin with this
 
 
 class Died(Exception):
@@ -45,7 +45,7 @@ def run_in_subprocess(
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it inherits that: Ctrl-C is for this process to answer
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits this: only the parent answers Ctrl-C
     process.start()
     signal.signal(signal.SIGINT, handler)
     theirs.close()
@@ -67,11 +67,11 @@ def run_in_subprocess(
         process.join(10)
         raise Died(_describe_exit(process.exitcode), last_message, last_found) from None
     finally:
-        process.join(5.0 if answered else 0.0)  # it has answered and is leaving, or it is not waited for
+        process.join(5.0 if answered else 0.0)  # only a process that has answered ends by itself
         if process.is_alive():
             process.kill()
             process.join()
-            time.sleep(0.1)  # a device's memory comes back a moment after its process
+            time.sleep(0.1)  # a device frees memory a moment after the process ended
         ours.close()
 
 
@@ -82,7 +82,7 @@ def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[obje
     except Exception as error:  # the parent decides what an error means
         pipe.send(("raised", describe(error)))
     sys.stdout.flush()
-    os._exit(0)  # the interpreter's own end takes time and prints what Triton's bindings did not free
+    os._exit(0)  # a normal exit takes time and prints what Triton's bindings did not free
 
 
 def _describe_exit(exitcode: int | None) -> str:

@@ -14,11 +14,11 @@ from .cases import DIVERGENCES
 from .inputs import LOG_RATIOS, Inputs, token_divergences, token_losses
 
 _LOGITS = 2**26  # float64 logits at a time, 0.5 GiB, which autograd holds a few times over
-_IDS = 2**14  # whose weights are in float64 at a time
-# Relative errors beyond these are no rounding. Rounding the logits to bfloat16 alone costs about 1.5e-2.
+_IDS = 2**14  # whose rows of the weight are in float64 at a time
+# Rounding does not explain larger relative errors. That of logits to bfloat16 alone causes about 1.5e-2.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# Of a log-probability, in nats: logits rounded to bfloat16 are off by up to 2**-6 at 4 to 8, and by 2**-4 at 16 to 32,
-# which a policy's samples have.
+# The same for a log-probability, in nats: in bfloat16 logits from 4 to 8 are off by up to 2**-6, and those from 16 to
+# 32, which sampled ids have, by up to 2**-4.
 LOGP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-1, torch.float16: 2e-2}
 
 

@@ -18,7 +18,7 @@ from .inputs import Inputs
 from .models import PAD, make_model, make_tokenizer
 from .peers import load
 
-GENERATIONS = 8  # of a prompt, if there are as many
+GENERATIONS = 8  # completions of a prompt, where the batch has as many
 
 
 def prompts_of(inputs: Inputs) -> list[list[int]]:

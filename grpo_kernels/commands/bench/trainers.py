@@ -16,7 +16,7 @@ from .inputs import Inputs
 from .models import END, make_model, make_tokenizer
 from .peers import load
 
-PROMPTS = 4  # times as long are completions
+PROMPTS = 4  # completions are this many times as long as prompts
 
 
 def trainer_of(
@@ -50,7 +50,7 @@ def step_of(inputs: Inputs, mode: str, class_name: str, patched: bool = False) -
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.to(inputs.hidden.device).train()
-    if on_gpu:  # which train() would do
+    if on_gpu:  # as train() does
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def compute(batch: dict[str, Tensor]) -> Tensor:
