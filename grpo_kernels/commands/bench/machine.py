@@ -27,6 +27,8 @@ from ...trainer.files import write_text
 from ...trainer.memory import bytes_of
 from ..env import driver_version, package_version, processor
 
+Report = dict[str, Any]
+Record = dict[str, Any]
 Document = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 _PEERS = ("trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl", "vllm")
@@ -41,7 +43,7 @@ _TOKEN = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])'|\
 def environment(device: torch.device) -> dict[str, Any]:
     """Returns everything that a reader needs to judge a number, ready for JSON."""
     on_gpu = device.type == "cuda"
-    kept = ("GRPO_KERNELS_", "MALLOC_", "PYTORCH_")
+    prefixes = ("GRPO_KERNELS_", "MALLOC_", "PYTORCH_")
     return {
         "date": now(),
         **code(ROOT),
@@ -56,7 +58,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "versions": {"grpo-kernels": __version__, "torch": str(torch.__version__)}
         | {name: package_version(name) for name in PACKAGES},
         "backends": available_backends(),
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(kept)},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
     }
 
 
@@ -83,12 +85,12 @@ def code_digest(root: Path) -> str | None:
     if not all((root / folder).is_dir() for folder in MEASURED):
         return None
     digest = hashlib.sha256()
-    for path in sorted(path for folder in MEASURED for path in (root / folder).rglob("*") if path.suffix in _MEANING):
-        digest.update(f"{path.relative_to(root).as_posix()}\0{_MEANING[path.suffix](path.read_text())}\0".encode())
+    for path in sorted(path for folder in MEASURED for path in (root / folder).rglob("*") if path.suffix in _NORMALIZE):
+        digest.update(f"{path.relative_to(root).as_posix()}\0{_NORMALIZE[path.suffix](path.read_text())}\0".encode())
     return digest.hexdigest()[:16]
 
 
-def _of_python(text: str) -> str:
+def _python_code(text: str) -> str:
     """Returns Python code without comments, docstrings and formatting."""
     return _syntax(ast.parse(text))
 
@@ -96,29 +98,29 @@ def _of_python(text: str) -> str:
 def _syntax(node: object) -> str:
     """Returns a tree as text, without positions, docstrings and empty fields, of which newer Pythons have more."""
     if isinstance(node, list):
-        return f"[{','.join(_syntax(one) for one in node if not _is_text(one))}]"
+        return f"[{','.join(_syntax(item) for item in node if not _is_constant(item))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = [f"{name}={_syntax(value)}" for name, value in ast.iter_fields(node) if value is not None and value != []]
     return f"{type(node).__name__}({','.join(fields)})"
 
 
-def _is_text(node: object) -> bool:
+def _is_constant(node: object) -> bool:
     """Returns whether a statement is a constant alone, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _of_cxx(text: str) -> str:
+def _cxx_tokens(text: str) -> str:
     """Returns the tokens of C++ code, a line each, without comments."""
     return "\n".join(token for token in _TOKEN.findall(text) if not token.startswith(("//", "/*")))
 
 
-def _of_json(text: str) -> str:
+def _sorted_json(text: str) -> str:
     """Returns JSON with sorted keys and without formatting."""
     return json.dumps(json.loads(text), sort_keys=True)
 
 
-_MEANING = {".py": _of_python, ".json": _of_json} | dict.fromkeys((".h", ".cuh", ".cu", ".cpp"), _of_cxx)
+_NORMALIZE = {".py": _python_code, ".json": _sorted_json} | dict.fromkeys((".h", ".cuh", ".cu", ".cpp"), _cxx_tokens)
 
 
 def _git(root: Path, *arguments: str) -> str | None:
@@ -126,10 +128,10 @@ def _git(root: Path, *arguments: str) -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        found = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        completed = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return completed.stdout.strip()
 
 
 def write(path: Path, document: Document) -> None:
@@ -150,8 +152,8 @@ def synchronize(device: torch.device) -> None:
 
 def describe(error: BaseException) -> str:
     """Returns an error in one line, which begins with OUT_OF_MEMORY where memory ran out."""
-    first = (str(error).strip().splitlines() or [""])[0][:300]
-    text = f"{type(error).__name__}: {first}"
+    first_line = (str(error).strip().splitlines() or [""])[0][:300]
+    text = f"{type(error).__name__}: {first_line}"
     exhausted = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
     return f"{OUT_OF_MEMORY}: {text}" if exhausted else text
 
@@ -161,5 +163,5 @@ def limit_memory() -> None:
     here, before the kernel kills some process."""
     available = bytes_of("/proc/meminfo", "MemAvailable")
     if available is not None:
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (max(0, available - _RESERVE), most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (max(0, available - _RESERVE), hard_limit))

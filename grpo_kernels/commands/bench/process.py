@@ -21,18 +21,18 @@ NOT_RUN = "not run: out of time"  # reasons that are a lack of time begin with t
 class Died(Exception):
     """The process ended without a result: killed, crashed, silent for too long, or out of time (`NOT_RUN`).
 
-    last_message, found: the last ones that it sent.
+    last_message, last_result: the last ones that it sent.
     """
 
-    def __init__(self, why: str, last_message: str, found: Any = None) -> None:
-        super().__init__(why)
-        self.last_message, self.found = last_message, found
+    def __init__(self, reason: str, last_message: str, last_result: Any = None) -> None:
+        super().__init__(reason)
+        self.last_message, self.last_result = last_message, last_result
 
 
 def run_in_subprocess(
     function: Callable[..., Any],
     *arguments: object,
-    on_progress: OnProgress = lambda text, found=None: None,
+    on_progress: OnProgress = lambda text, result=None: None,
     silence_s: float = 600.0,
     deadline: float = math.inf,
 ) -> Any:
@@ -43,42 +43,42 @@ def run_in_subprocess(
     time.time().
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(sender, function, arguments), daemon=True)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits this: only the parent answers Ctrl-C
     process.start()
     signal.signal(signal.SIGINT, handler)
-    theirs.close()
-    last_message, last_found, answered = "", None, False
+    sender.close()
+    last_message, last_result, answered = "", None, False
     try:
         while True:
-            if not ours.poll(min(silence_s, max(0.0, deadline - time.time()))):
-                why = NOT_RUN if time.time() >= deadline else f"no answer for {silence_s:.0f} s"
-                raise Died(why, last_message, last_found)
-            kind, value, *more = ours.recv()
+            if not receiver.poll(min(silence_s, max(0.0, deadline - time.time()))):
+                reason = NOT_RUN if time.time() >= deadline else f"no answer for {silence_s:.0f} s"
+                raise Died(reason, last_message, last_result)
+            kind, value, *results = receiver.recv()
             answered = kind != "progress"
             if kind == "returned":
                 return value
             if kind == "raised":
-                raise Died(value, last_message, last_found)
-            last_message, last_found = value, more[0] or last_found
-            on_progress(value, more[0])
+                raise Died(value, last_message, last_result)
+            last_message, last_result = value, results[0] or last_result
+            on_progress(value, results[0])
     except EOFError:
         process.join(10)
-        raise Died(_describe_exit(process.exitcode), last_message, last_found) from None
+        raise Died(_describe_exit(process.exitcode), last_message, last_result) from None
     finally:
         process.join(5.0 if answered else 0.0)  # only a process that has answered ends by itself
         if process.is_alive():
             process.kill()
             process.join()
             time.sleep(0.1)  # a device frees memory a moment after the process ended
-        ours.close()
+        receiver.close()
 
 
 def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     """Sends the result of a function, or its error, to the parent process, and ends this one."""
     try:
-        pipe.send(("returned", function(*arguments, lambda text, found=None: pipe.send(("progress", text, found)))))
+        pipe.send(("returned", function(*arguments, lambda text, result=None: pipe.send(("progress", text, result)))))
     except Exception as error:  # the parent decides what an error means
         pipe.send(("raised", describe(error)))
     sys.stdout.flush()
