@@ -16,7 +16,7 @@ MODES = {
     "forward": "log-probabilities of the sampled ids under no_grad",
     **dict.fromkeys(DIVERGENCES, "divergence to a teacher's distribution, forward and backward, lm_head trained"),
 }
-WHOLE = {  # modes of a whole model with this head
+MODEL_MODES = {  # modes of a whole model with this head
     "trainer": "a micro-batch of TRL's trainer: forward, loss and backward",
     "sampling": "completions of eight to a prompt, none of which ends early",
     "train": "a step of grpo-kernels train: sampling and an update",
@@ -102,9 +102,9 @@ def make_case(shape: str, dtype: str = "bfloat16", *, length: int | None = None,
 
 def parse_shape(text: str) -> tuple[str, int, int, int]:
     """Returns (head, N, H, V) of "qwen2.5-7b:16384", with a head of HEADS, or "16384x3584x152064"; else ValueError."""
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if found:
-        tokens, hidden_size, vocab_size = map(int, found.groups())
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if match:
+        tokens, hidden_size, vocab_size = map(int, match.groups())
         names = {sizes: name for name, sizes in HEADS.items()}
         return names.get((hidden_size, vocab_size), "custom"), tokens, hidden_size, vocab_size
     head, _, tokens_text = text.partition(":")
@@ -128,9 +128,9 @@ MASKED = ("ours", "ours-unmasked", "floor")
 SPARSE = ("ours", "ours-2^-*", "floor")
 CHUNKED = ("ours-float32-*", "eager")
 PRECISE = ("ours-1-chunks", "ours-8-chunks", "ours-float32", "eager", "torch-chunked", "trl")
-SEVERAL = ("ours", "ours-teacher*", "ours-logps", "ours-several")
-FINDING = ("ours", "ours-several", "ours-top", "ours-min_p*", "ours-top_*")
-WEIGHED = (*PLAIN, "trl", "liger")
+SEVERAL_IDS = ("ours", "ours-teacher*", "ours-logps", "ours-several")
+SEARCHES = ("ours", "ours-several", "ours-top", "ours-min_p*", "ours-top_*")
+COMMON = (*PLAIN, "trl", "liger")
 WHOLES = {"trainer": ("trl-trainer", "ours-patch_trl", "ours-trainer"), "train": ("ours-train",)}
 WHOLES["sampling"] = "ours-sampling", "ours-graphs", "vllm"
 BOTH = ("float32", "bfloat16")
@@ -152,17 +152,17 @@ class Job:
 
 def jobs(name: str, device_type: str) -> list[Job]:
     """Returns the jobs of a set for "cpu" or "cuda", most valuable first, and each case once."""
-    found: dict[Case, Job] = {}
+    unique_jobs: dict[Case, Job] = {}
     for job in SETS[name][device_type]:
-        found.setdefault(job.case, job)
-    return list(found.values())
+        unique_jobs.setdefault(job.case, job)
+    return list(unique_jobs.values())
 
 
 def _jobs(shape: Any, against: tuple[str, ...], memory: Any = (), rounds: Any = None, **fields: Any) -> list[Job]:
     """Returns a job, or one for each combination where the shape or a field of the case is a tuple of values."""
-    swept = [value if isinstance(value, tuple) else (value,) for value in (shape, *fields.values())]
-    points = [dict(zip(("shape", *fields), values, strict=True)) for values in itertools.product(*swept)]
-    return [Job(make_case(**point), against, memory, rounds) for point in points]
+    choices = [value if isinstance(value, tuple) else (value,) for value in (shape, *fields.values())]
+    combinations = [dict(zip(("shape", *fields), values, strict=True)) for values in itertools.product(*choices)]
+    return [Job(make_case(**point), against, memory, rounds) for point in combinations]
 
 
 def _counts(head: str, most: int) -> tuple[str, ...]:
@@ -245,15 +245,15 @@ SETS: dict[str, dict[str, list[Job]]] = {
     # from few, where launches cost more than products, to many; peak memory by length of 8 completions.
     "sweeps": {
         "cpu": [
-            *_jobs("smollm2-135m:1024", (*IDLE, *WEIGHED[1:]), idle_share=_SHARES, beta=0.0, length=64),
+            *_jobs("smollm2-135m:1024", (*IDLE, *COMMON[1:]), idle_share=_SHARES, beta=0.0, length=64),
             *_jobs("smollm2-135m:1024", IDLE, dtype="float32", idle_share=(0.0, 0.5), beta=0.0, length=64),
             *_jobs(_counts("smollm2-135m", 2048), NEAREST),
-            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), WEIGHED, rounds=0, memory=WEIGHED),
+            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), COMMON, rounds=0, memory=COMMON),
         ],
         "cuda": [
-            *_jobs("qwen2.5-1.5b:16384", (*IDLE, *WEIGHED[1:]), idle_share=(*_SHARES, 1.0), beta=0.0, length=512),
+            *_jobs("qwen2.5-1.5b:16384", (*IDLE, *COMMON[1:]), idle_share=(*_SHARES, 1.0), beta=0.0, length=512),
             *_jobs(_counts("qwen2.5-1.5b", 65536), NEAREST),
-            *_lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*WEIGHED, "floor", "verl*")),
+            *_lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*COMMON, "floor", "verl*")),
         ],
     },
     # Time and error of sparse gradients of the logits, by entropy of the policy.
@@ -290,8 +290,8 @@ SETS: dict[str, dict[str, list[Job]]] = {
     # and without a gradient, and the search for the ids that a sampler would keep.
     "top-k": {
         kind: [
-            *_jobs(shape, SEVERAL, dtype=dtype, beta=0.0),
-            *_jobs(shape, FINDING, dtype=dtype, mode="forward"),
+            *_jobs(shape, SEVERAL_IDS, dtype=dtype, beta=0.0),
+            *_jobs(shape, SEARCHES, dtype=dtype, mode="forward"),
         ]
         for kind, shape, dtype in (("cpu", "smollm2-135m:1024", "float32"), ("cuda", "llama-3-8b:16384", "bfloat16"))
     },
@@ -302,11 +302,11 @@ SETS: dict[str, dict[str, list[Job]]] = {
     },
     "sampling": {
         kind: [
-            *_whole("sampling", first, length),
-            *_whole("train", first, length),
-            *_whole("sampling", others, length),
+            *_whole("sampling", shape, length),
+            *_whole("train", shape, length),
+            *_whole("sampling", sampling_shapes, length),
         ]
-        for kind, first, others, length in (
+        for kind, shape, sampling_shapes, length in (
             ("cpu", "tiny:96", "tiny:48", 6),
             ("cuda", "qwen2.5-0.5b:8192", ("qwen2.5-0.5b:32768", "qwen2.5-0.5b:2048"), 128),
         )
