@@ -56,13 +56,13 @@ class Implementation(NamedTuple):
         return self.make_step(inputs, mode)
 
 
-def gradients(found: Result, inputs: Inputs) -> Result:
+def gradients(result: Result, inputs: Inputs) -> Result:
     """Adds dhidden, and dweight where the weight requires it, to a result: the gradients of its loss, by autograd."""
-    assert found.loss is not None
+    assert result.loss is not None
     leaves = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
-    dhidden, *rest = torch.autograd.grad(found.loss, leaves)
-    logps = None if found.logps is None else found.logps.detach()
-    return Result(found.loss.detach(), logps, dhidden, rest[0] if rest else None, found.metrics)
+    dhidden, *weight_gradient = torch.autograd.grad(result.loss, leaves)
+    logps = None if result.logps is None else result.logps.detach()
+    return Result(result.loss.detach(), logps, dhidden, weight_gradient[0] if weight_gradient else None, result.metrics)
 
 
 def make_step(
@@ -88,8 +88,8 @@ def make_step(
             return gradients(Result(divergence(inputs)), inputs)
         if loss is not None:
             return gradients(loss(inputs), inputs)
-        found = logps(inputs)
-        return gradients(Result(grpo_objective(found, inputs), found), inputs)
+        token_logps = logps(inputs)
+        return gradients(Result(grpo_objective(token_logps, inputs), token_logps), inputs)
 
     return step
 
@@ -121,14 +121,14 @@ def eager(inputs: Inputs, mode: str, transform: Callable[..., Any] = lambda func
 
     def logps(inputs: Inputs) -> Tensor:
         logits = (inputs.hidden @ inputs.weight.T).float()
-        out = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
-        if out is not None:
-            logits = logits.masked_fill(out.view(logits.shape), -torch.inf)
+        excluded = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
+        if excluded is not None:
+            logits = logits.masked_fill(excluded.view(logits.shape), -torch.inf)
         return logits.log_softmax(-1).gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
 
     def loss(inputs: Inputs) -> Result:
-        found = logps(inputs)
-        return Result(grpo_objective(found, inputs), found)
+        token_logps = logps(inputs)
+        return Result(grpo_objective(token_logps, inputs), token_logps)
 
     def divergence(inputs: Inputs) -> Tensor:
         assert inputs.teacher is not None

@@ -73,7 +73,7 @@ def time(document: Document) -> Figure | None:
         colours, lengths = [COLOURS.get(name, GREY) for _, name, _ in rows], [min(ratio, CUT) for ratio, *_ in rows]
         axis.barh(range(len(rows)), lengths, color=colours, height=0.6)
         labels = [f"{ratio:.2f}×" if ratio < math.inf else OUT_OF_MEMORY for ratio, *_ in rows]
-        axis.set_yticks(range(len(rows)), [f"{row[2]}: {end}" for row, end in zip(rows, labels, strict=True)])
+        axis.set_yticks(range(len(rows)), [f"{row[2]}: {label}" for row, label in zip(rows, labels, strict=True)])
         axis.yaxis.tick_right()
         name = f"{case['head']}, N {case['tokens']:,}, H {case['hidden_size']:,}, V {case['vocab_size']:,}"
         axis.set(title=f"{name}, {case['dtype']}", xlabel="time over that of the bare products")

@@ -49,14 +49,14 @@ def ours(
         options["chunk_rows"] = math.ceil(inputs.ids.numel() / chunks)
     if teacher is not None:
         options["distill_coef"] = 0.5
-    beside = None if teacher is None else nearby_teacher(inputs.hidden, inputs.weight, **teacher)
+    loss_teacher = None if teacher is None else nearby_teacher(inputs.hidden, inputs.weight, **teacher)
     config = GRPOConfig(aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON, **options)
 
     def loss(inputs: Inputs) -> Result:
         output = fused_grpo_loss(
             inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
             ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
-            advantages=inputs.advantages, config=config, backend=backend, teacher=beside,
+            advantages=inputs.advantages, config=config, backend=backend, teacher=loss_teacher,
         )  # fmt: skip
         metrics = {name: value for name, value in output.metrics.items() if name.startswith(SHOWN)}
         return Result(output.loss, output.logps if config.score_inactive else None, metrics=metrics)
@@ -86,9 +86,10 @@ def logps_alone(inputs: Inputs, mode: str) -> Step:
 
 def several(inputs: Inputs, mode: str) -> Step:
     """Returns the step that computes log-probabilities of IDS ids per token, of which the objective takes the first."""
-    generator = torch.Generator(inputs.ids.device).manual_seed(3)
-    others = torch.randint(len(inputs.weight), (*inputs.ids.shape, IDS), device=inputs.ids.device, generator=generator)
-    ids = torch.cat([inputs.ids[..., None], others[..., 1:]], -1)
+    shape, device = (*inputs.ids.shape, IDS), inputs.ids.device
+    generator = torch.Generator(device).manual_seed(3)
+    other_ids = torch.randint(len(inputs.weight), shape, device=device, generator=generator)
+    ids = torch.cat([inputs.ids[..., None], other_ids[..., 1:]], -1)
     return make_step(mode, lambda inputs: fused_logps(inputs.hidden, inputs.weight, ids)[0][..., 0])
 
 
@@ -122,12 +123,12 @@ def _table() -> dict[str, Implementation]:
     for chunks in (1, 8):
         table[f"ours-{chunks}-chunks"] = Implementation(f"ours, chunks: {chunks}", partial(ours, chunks=chunks))
     # In float32, because rounding the logits would hide the rounding of sums.
-    exact = partial(ours, logits_dtype=torch.float32)
-    table["ours-float32"] = Implementation("ours, logits_dtype=float32", exact)
+    ours_float32 = partial(ours, logits_dtype=torch.float32)
+    table["ours-float32"] = Implementation("ours, logits_dtype=float32", ours_float32)
     for chunks in (1, 2, 4, 8, 16, 32):
-        step = partial(exact, chunks=chunks)
+        step = partial(ours_float32, chunks=chunks)
         table[f"ours-float32-{chunks}"] = Implementation(f"ours, logits_dtype=float32, chunks: {chunks}", step)
-    step = partial(exact, chunks=8, dweight_sum="float32")
+    step = partial(ours_float32, chunks=8, dweight_sum="float32")
     table["ours-float32-sum"] = Implementation("ours, logits_dtype=float32, chunks: 8, dweight_sum=float32", step)
     for mode in "renormalize", "truncate", "tail":
         step = partial(ours, teacher={"top_k": IDS, "mode": mode})

@@ -36,10 +36,10 @@ def need_nvidia(inputs: Inputs, least: tuple[int, int] = (0, 0)) -> tuple[int, i
     """Returns the compute capability of the inputs' NVIDIA GPU; `Unsupported` below `least`, or without such a GPU."""
     if not inputs.hidden.is_cuda or torch.version.cuda is None:
         raise Unsupported("needs an NVIDIA GPU")
-    here = torch.cuda.get_device_capability(inputs.hidden.device)
-    if here < least:
-        raise Unsupported(f"needs compute capability {least[0]}.{least[1]}, this is {here[0]}.{here[1]}")
-    return here
+    capability = torch.cuda.get_device_capability(inputs.hidden.device)
+    if capability < least:
+        raise Unsupported(f"needs compute capability {least[0]}.{least[1]}, this is {capability[0]}.{capability[1]}")
+    return capability
 
 
 def load(name: str, extra: str = "peers") -> ModuleType:
@@ -54,21 +54,21 @@ def load(name: str, extra: str = "peers") -> ModuleType:
         requirement = {"verl": "--no-deps verl", "vllm": "vllm"}.get(name.split(".")[0], f"'grpo-kernels[{extra}]'")
         raise Unsupported(f"not installed ({error}): pip install {requirement}") from error
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise Unsupported(f"cannot be imported: {type(error).__name__}: {first}") from error
+        first_line = next(iter(str(error).splitlines()), "")
+        raise Unsupported(f"cannot be imported: {type(error).__name__}: {first_line}") from error
 
 
 def _load_verl(name: str) -> ModuleType:
     """Imports a module of verl with empty packages in place of `verl` and `verl.utils`, which import Ray, TensorDict,
     OmegaConf and more; the modules that are used here need none of these."""
-    found = importlib.util.find_spec("verl")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("No module named 'verl'", name="verl")
-    root = Path(found.submodule_search_locations[0])
-    places = {"verl": root, "verl.utils": root / "utils"}
-    empty = {package: ModuleType(package) for package in places if package not in sys.modules}
+    root = Path(spec.submodule_search_locations[0])
+    folders = {"verl": root, "verl.utils": root / "utils"}
+    empty = {package: ModuleType(package) for package in folders if package not in sys.modules}
     for package, module in empty.items():
-        module.__path__ = [str(places[package])]
+        module.__path__ = [str(folders[package])]
     sys.modules.update(empty)
     try:
         return importlib.import_module(name)
@@ -92,8 +92,8 @@ def torch_head(inputs: Inputs, mode: str, chunked: bool) -> Step:
         options["options"] = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=size, chunking_method=None)
 
     def logps(inputs: Inputs) -> Tensor:
-        found = function(inputs.flat_hidden, inputs.weight, inputs.ids.view(-1), reduction="none", **options)
-        return -found.view(inputs.ids.shape).float()
+        losses = function(inputs.flat_hidden, inputs.weight, inputs.ids.view(-1), reduction="none", **options)
+        return -losses.view(inputs.ids.shape).float()
 
     return make_step(mode, logps)
 
@@ -110,28 +110,28 @@ def torchtitan(inputs: Inputs, mode: str) -> Step:
     has_gradient, size = mode != "forward", math.ceil(inputs.ids.numel() / _TITAN_CHUNKS)
 
     @partial(torch.compile, dynamic=False)
-    def loss_of(logits: Tensor, ids: Tensor, share: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_of(logits: Tensor, ids: Tensor, share: Tensor, *objective_inputs: Tensor) -> tuple[Tensor, Tensor]:
         logps = -functional.cross_entropy(logits.float(), ids, reduction="none")
-        old_logps, ref_logps, advantages = others
+        old_logps, ref_logps, advantages = objective_inputs
         return (token_losses(logps, old_logps, ref_logps, advantages, inputs.beta) * share).sum(), logps.detach()
 
     def step(inputs: Inputs) -> Result:
         hidden, weight = inputs.flat_hidden.detach(), inputs.weight.detach().requires_grad_(mode == "step")
         share = inputs.mask / inputs.mask.sum(-1, keepdim=True) / len(inputs.mask)
         per_token = inputs.ids, share, inputs.old_logps, inputs.ref_logps, inputs.advantages[:, None].expand_as(share)
-        given = [x.flatten() for x in per_token]
-        dhidden, found = torch.zeros_like(hidden, dtype=torch.float32), []
+        flat_inputs = [x.flatten() for x in per_token]
+        dhidden, chunk_results = torch.zeros_like(hidden, dtype=torch.float32), []
         for begin in range(0, len(hidden), size):
             rows = slice(begin, begin + size)
-            part = hidden[rows].detach().requires_grad_(has_gradient)
+            chunk = hidden[rows].detach().requires_grad_(has_gradient)
             with torch.set_grad_enabled(has_gradient):
-                loss, logps = loss_of(functional.linear(part, weight), *(x[rows] for x in given))
+                loss, logps = loss_of(functional.linear(chunk, weight), *(x[rows] for x in flat_inputs))
             if has_gradient:
                 loss.backward()
-                assert part.grad is not None
-                dhidden[rows] = part.grad
-            found.append((loss.detach(), logps))
-        losses, logps = zip(*found, strict=True)
+                assert chunk.grad is not None
+                dhidden[rows] = chunk.grad
+            chunk_results.append((loss.detach(), logps))
+        losses, logps = zip(*chunk_results, strict=True)
         total, all_logps = torch.stack(losses).sum(), torch.cat(logps).view(inputs.ids.shape)
         return Result(total, all_logps, dhidden.to(hidden.dtype), weight.grad)
 
@@ -150,10 +150,10 @@ def trl(inputs: Inputs, mode: str) -> Step:
 
     def logps(inputs: Inputs) -> Tensor:
         """Calls it as TRL does: hidden, weight, bias, ids, temperature, chunk, softcap, scale, outputs."""
-        found, *_ = utils._ChunkedLogProbFunction.apply(
+        token_logps, *_ = utils._ChunkedLogProbFunction.apply(
             inputs.flat_hidden, inputs.weight, None, inputs.ids.view(-1), 1.0, size, None, 1.0, outputs
         )
-        return found.view(inputs.ids.shape)
+        return token_logps.view(inputs.ids.shape)
 
     if mode not in DIVERGENCES:
         return make_step(mode, logps)
@@ -161,10 +161,10 @@ def trl(inputs: Inputs, mode: str) -> Step:
 
     def divergence(inputs: Inputs) -> Tensor:
         hidden, weight = _teacher(inputs)
-        found: Tensor = function.apply(
+        token_divergences: Tensor = function.apply(
             inputs.flat_hidden, inputs.weight, None, hidden, weight, None, DIVERGENCES[mode]
         )[0]
-        return found.mean()
+        return token_divergences.mean()
 
     return make_step(mode, logps, divergence=divergence)
 
@@ -185,8 +185,7 @@ def liger(inputs: Inputs, mode: str) -> Step:
     module = load("liger_kernel.chunked_loss.grpo_loss")
 
     def logps(inputs: Inputs) -> Tensor:
-        found: Tensor = module.LigerFusedLinearGRPOFunction.chunk_forward(inputs.hidden, inputs.weight, inputs.ids)
-        return found
+        return module.LigerFusedLinearGRPOFunction.chunk_forward(inputs.hidden, inputs.weight, inputs.ids)
 
     if mode == "forward":
         return make_step(mode, logps)
@@ -237,8 +236,8 @@ def verl(inputs: Inputs, mode: str) -> Step:
     load("verl.utils.kernel.kernels")  # imported here, where `load` catches errors, and not by the first call
 
     def logps(inputs: Inputs) -> Tensor:
-        found, _ = function.linear_cross_entropy(inputs.hidden, inputs.weight, inputs.ids, 1.0, "none")
-        return found.view(inputs.ids.shape)
+        token_logps, _ = function.linear_cross_entropy(inputs.hidden, inputs.weight, inputs.ids, 1.0, "none")
+        return token_logps.view(inputs.ids.shape)
 
     return make_step(mode, logps)
 
@@ -281,7 +280,7 @@ def quack(inputs: Inputs, mode: str) -> Step:
     module = load("quack.linear_cross_entropy", "peers-gpu")
 
     def epilogue(hidden: Tensor, weight: Tensor, ids: Tensor, reduction: str) -> Tensor:
-        found = module.lse_target_epi(hidden, weight.mT, store_d=False, target=ids, tuned=False)
-        return found["lse"] - found["target_logit"]
+        outputs = module.lse_target_epi(hidden, weight.mT, store_d=False, target=ids, tuned=False)
+        return outputs["lse"] - outputs["target_logit"]
 
     return _cross_entropy(epilogue if mode == "forward" else module.chunked_linear_cross_entropy, mode)

@@ -40,10 +40,10 @@ def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
     """Returns the batch with old_logps and ref_logps near the policy's log-probabilities, which are computed in
     float32, exactly enough for this."""
     weight, hidden = inputs.weight.detach().float(), inputs.flat_hidden.detach()
-    parts = [_log_p(hidden[rows].float() @ weight.T, inputs, rows)[1] for rows in _chunks(inputs)]
-    logps, generator = torch.cat(parts).view(inputs.ids.shape), torch.Generator().manual_seed(seed)
-    which = torch.randint(len(LOG_RATIOS), logps.shape, generator=generator)
-    log_ratio = torch.tensor(LOG_RATIOS, dtype=logps.dtype)[which].to(logps.device)
+    logps_chunks = [_log_p(hidden[rows].float() @ weight.T, inputs, rows)[1] for rows in _chunks(inputs)]
+    logps, generator = torch.cat(logps_chunks).view(inputs.ids.shape), torch.Generator().manual_seed(seed)
+    choices = torch.randint(len(LOG_RATIOS), logps.shape, generator=generator)
+    log_ratio = torch.tensor(LOG_RATIOS, dtype=logps.dtype)[choices].to(logps.device)
     drift = torch.randn(logps.shape, generator=generator).to(logps) * 0.1
     return replace(inputs, old_logps=(logps - log_ratio).float(), ref_logps=(logps + drift).float())
 
@@ -83,36 +83,37 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
     return Reference(loss, scale, logps, torch.cat(dhidden) if dhidden else None, dweight)
 
 
-def errors(right: Reference, result: Result) -> dict[str, float]:
+def errors(exact: Reference, result: Result) -> dict[str, float]:
     """Returns the errors of what the result has.
 
     "loss": relative to a token's mean |loss|; "dhidden", "dweight": in the Euclidean norm, relative; "logps_max" and
     "logps_rms": absolute, in nats.
     """
-    found = {}
+    named_errors = {}
     if result.loss is not None:
-        found["loss"] = abs(result.loss.item() - right.loss) / (right.scale or 1.0)
+        named_errors["loss"] = abs(result.loss.item() - exact.loss) / (exact.scale or 1.0)
     if result.logps is not None:
-        difference = (result.logps.double() - right.logps).abs()
-        found["logps_max"], found["logps_rms"] = difference.max().item(), difference.square().mean().sqrt().item()
+        difference = (result.logps.double() - exact.logps).abs()
+        named_errors["logps_max"] = difference.max().item()
+        named_errors["logps_rms"] = difference.square().mean().sqrt().item()
     for name in ("dhidden", "dweight"):
-        given, true = getattr(result, name), getattr(right, name)
-        if given is not None and true is not None:
-            found[name] = relative_error(given.view(true.shape), true)
-    return found
+        value, exact_value = getattr(result, name), getattr(exact, name)
+        if value is not None and exact_value is not None:
+            named_errors[name] = relative_error(value.view(exact_value.shape), exact_value)
+    return named_errors
 
 
-def why_wrong(right: Reference, result: Result, found: dict[str, float], dtype: torch.dtype) -> str | None:
+def why_wrong(exact: Reference, result: Result, errors: dict[str, float], dtype: torch.dtype) -> str | None:
     """Returns what the result lacks, or which errors are larger than rounding explains, or NaN; None if it is right."""
-    wanted = {"dhidden": right.dhidden, "dweight": right.dweight}
-    lacking = [name for name, true in wanted.items() if true is not None and name not in found]
-    if right.dhidden is None and "logps_max" not in found:
+    exact_gradients = {"dhidden": exact.dhidden, "dweight": exact.dweight}
+    lacking = [name for name, exact_value in exact_gradients.items() if exact_value is not None and name not in errors]
+    if exact.dhidden is None and "logps_max" not in errors:
         lacking.append("logps")
     if lacking:
         return f"gives no {' and no '.join(lacking)}"
     limits = {"logps_max": LOGP_TOLERANCE[dtype], "logps_rms": LOGP_TOLERANCE[dtype]}
-    wrong = [f"{name} is off by {e:.1e}" for name, e in found.items() if not e <= limits.get(name, TOLERANCE[dtype])]
-    return ", ".join(wrong) or None
+    faults = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= limits.get(name, TOLERANCE[dtype])]
+    return ", ".join(faults) or None
 
 
 def _chunks(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -124,8 +125,8 @@ def _chunks(inputs: Inputs) -> tuple[Tensor, ...]:
 def _log_p(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities of all ids at `rows` (R,), as (R, V) with -inf where a sampling mask leaves them out,
     and of the sampled ids, (R,)."""
-    out = inputs.masked_out(rows)
-    log_p = (logits if out is None else logits.masked_fill(out, -math.inf)).log_softmax(-1)
+    excluded = inputs.masked_out(rows)
+    log_p = (logits if excluded is None else logits.masked_fill(excluded, -math.inf)).log_softmax(-1)
     return log_p, log_p.gather(-1, inputs.ids.view(-1)[rows, None]).squeeze(-1)
 
 
@@ -137,4 +138,4 @@ def _log_q(inputs: Inputs, rows: Tensor) -> Tensor:
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Returns logits (R, V) in float64; the weight is converted to it part by part."""
-    return torch.cat([hidden @ part.double().T for part in weight.split(_IDS)], -1)
+    return torch.cat([hidden @ block.double().T for block in weight.split(_IDS)], -1)

@@ -38,19 +38,19 @@ def sampling(inputs: Inputs, mode: str, static: bool) -> Step:
 
     lm, prompts, (rows, length) = make_model(inputs).eval(), prompts_of(inputs), inputs.ids.shape
     decoder = StaticDecoder(lm, rows=rows, new_tokens=length) if static else Decoder(lm)
-    error = decoding_error(decoder)
-    if error.error > 1:
-        raise ValueError(f"wrong result: {error}")
+    deviation = decoding_error(decoder)
+    if deviation.error > 1:
+        raise ValueError(f"wrong result: {deviation}")
     arguments = TrainArguments(max_completion_length=length)
 
     def step(inputs: Inputs) -> Result:
-        sampled = generate(lm, prompts, arguments, ends=[], pad_id=PAD, decoder=decoder)
-        found = {"sampling/tokens": sum(len(one.ids) for one in sampled)}
+        completions = generate(lm, prompts, arguments, ends=[], pad_id=PAD, decoder=decoder)
+        metrics = {"sampling/tokens": sum(len(completion.ids) for completion in completions)}
         if isinstance(decoder, StaticDecoder):
             cache = sum(x.nbytes for x in decoder.stored)
-            found |= {"sampling/graphs": len(decoder.steps), "sampling/graph_bytes": decoder.graph_bytes}
-            found["sampling/cache_bytes"] = cache
-        return Result(metrics={name: torch.tensor(value) for name, value in found.items()})
+            metrics |= {"sampling/graphs": len(decoder.steps), "sampling/graph_bytes": decoder.graph_bytes}
+            metrics["sampling/cache_bytes"] = cache
+        return Result(metrics={name: torch.tensor(value) for name, value in metrics.items()})
 
     return step
 
@@ -70,8 +70,8 @@ def vllm(inputs: Inputs, mode: str) -> Step:
     engine = VLLM(folder, arguments, lm, 2 * length)
 
     def step(inputs: Inputs) -> Result:
-        sampled = engine.sample(lm, prompts_of(inputs), arguments, greedy=False, step=0, ends=[])
-        return Result(metrics={"sampling/tokens": torch.tensor(sum(len(one.ids) for one in sampled))})
+        completions = engine.sample(lm, prompts_of(inputs), arguments, greedy=False, step=0, ends=[])
+        return Result(metrics={"sampling/tokens": torch.tensor(sum(len(completion.ids) for completion in completions))})
 
     return step
 

@@ -34,8 +34,8 @@ def chat_samples(tokens: int, temperature: float) -> tuple[Tensor, Tensor, Tenso
         draft = file.with_suffix(f".{os.getpid()}")
         torch.save((torch.cat(hidden)[:tokens].clone(), torch.tensor(ids[:tokens])), draft)
         draft.replace(file)
-    found, sampled = torch.load(file, weights_only=True)
-    return found, lm.get_output_embeddings().weight.detach(), sampled
+    all_hidden, all_ids = torch.load(file, weights_only=True)
+    return all_hidden, lm.get_output_embeddings().weight.detach(), all_ids
 
 
 def chat_model() -> tuple[Any, Any]:
@@ -57,8 +57,8 @@ def stories(lm: Any, tokenizer: Any, temperature: float = 1.0) -> tuple[list[lis
     chats = [[{"role": "user", "content": f"Write a short story about {word}."}] for word in WORDS]
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
     arguments = TrainArguments(max_completion_length=LENGTH, temperature=temperature)
-    found = generate(lm, prompts, arguments, ends=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
-    return prompts, [one.ids for one in found]
+    completions = generate(lm, prompts, arguments, ends=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
+    return prompts, [completion.ids for completion in completions]
 
 
 @torch.no_grad()

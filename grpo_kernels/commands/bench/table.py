@@ -46,5 +46,6 @@ def select(patterns: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     return [
         name
         for name in IMPLEMENTATIONS
-        if any(fnmatch(name, pattern) for pattern in patterns) and not any(fnmatch(name, out) for out in without)
+        if any(fnmatch(name, pattern) for pattern in patterns)
+        and not any(fnmatch(name, pattern) for pattern in without)
     ]

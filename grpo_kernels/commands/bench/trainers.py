@@ -16,7 +16,7 @@ from .inputs import Inputs
 from .models import END, make_model, make_tokenizer
 from .peers import load
 
-PROMPTS = 4  # completions are this many times as long as prompts
+COMPLETION_TO_PROMPT = 4  # completions are this many times as long as prompts
 
 
 def trainer_of(
@@ -67,11 +67,11 @@ def step_of(inputs: Inputs, mode: str, class_name: str, patched: bool = False) -
 def make_batch(inputs: Inputs) -> dict[str, Tensor]:
     """Returns a micro-batch: random ids, old log-probabilities near the policy's, so that few ratios are clipped."""
     length, generator = inputs.ids.shape[1], torch.Generator().manual_seed(1)
-    prompt, ids = math.ceil(length / PROMPTS), inputs.ids.clamp(min=END + 1)
+    prompt_length, ids = math.ceil(length / COMPLETION_TO_PROMPT), inputs.ids.clamp(min=END + 1)
     noise = torch.randn(ids.shape, generator=generator).to(ids.device)
     return {
-        "prompt_ids": ids[:, :prompt],
-        "prompt_mask": inputs.mask[:, :prompt],
+        "prompt_ids": ids[:, :prompt_length],
+        "prompt_mask": inputs.mask[:, :prompt_length],
         "completion_ids": ids,
         "completion_mask": inputs.mask,
         "advantages": inputs.advantages,
