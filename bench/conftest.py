@@ -12,8 +12,8 @@ from grpo_kernels.commands.bench.table import select
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds --set and --device."""
     parser.addoption("--set", default="quick", choices=tuple(SETS), help="which cases; default: quick")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.addoption("--device", default=here, help="default: the GPU, if any")
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.addoption("--device", default=default_device, help="default: the GPU, if any")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -31,15 +31,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/dweight/learning.json")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     runs: list[dict[str, object]] = []
-    found = {"environment": environment(torch.device("cpu")), "runs": runs}
-    which = [(seed, dweight_sum) for seed in range(given.seeds) for dweight_sum in SUMS]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        logs = pool.map(lambda one: run(*one, given.steps), which)
-        for (seed, dweight_sum), log in zip(which, logs, strict=True):
+    document = {"environment": environment(torch.device("cpu")), "runs": runs}
+    settings = [(seed, dweight_sum) for seed in range(arguments.seeds) for dweight_sum in SUMS]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        logs = pool.map(lambda setting: run(*setting, arguments.steps), settings)
+        for (seed, dweight_sum), log in zip(settings, logs, strict=True):
             runs.append({"seed": seed, "dweight_sum": dweight_sum, **log})
-            write(given.output, found)
+            write(arguments.output, document)
 
 
 def run(seed: int, dweight_sum: str, steps: int) -> dict[str, object]:

@@ -54,7 +54,7 @@ class Ended(NamedTuple):
     failure: str = ""
 
 
-class Report:
+class Session:
     """The JSON, the options of this call, and a way to run commands that end with their time limit."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -63,8 +63,8 @@ class Report:
         self.data: dict[str, Any] = {"environment": {}, "stages": {}, "left_out": {}}
         self.stage: dict[str, Any] = {}
         if options.resume and self.path.exists():
-            found = json.loads(self.path.read_text())
-            self.data |= found if found.get("sources") == sources else {}
+            earlier_data = json.loads(self.path.read_text())
+            self.data |= earlier_data if earlier_data.get("sources") == sources else {}
         self.data["sources"] = sources
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -82,10 +82,10 @@ class Report:
             self.data["left_out"].setdefault(backend, text)
         self.save()
 
-    def judge(self, what: str, ended: Ended, backend: str = "") -> Ended:
+    def judge(self, title: str, ended: Ended, backend: str = "") -> Ended:
         """Records a command's failure, if any; its backend is not blamed where all time was up. Returns `ended`."""
         if ended.failure:
-            self.fail(f"{what}: {ended.failure}", "" if ended.failure == IS_OVER else backend)
+            self.fail(f"{title}: {ended.failure}", "" if ended.failure == IS_OVER else backend)
         return ended
 
     def python(self, *arguments: object, limit: float = math.inf) -> Ended:
@@ -93,29 +93,29 @@ class Report:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, *map(str, arguments)]
-        left, why = self.end - time.monotonic(), ""
-        with tempfile.TemporaryFile() as said:
+        left_s, failure = self.end - time.monotonic(), ""
+        with tempfile.TemporaryFile() as stdout:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
             try:
-                process.wait(min(limit, left))
+                process.wait(min(limit, left_s))
             except subprocess.TimeoutExpired:
-                why = IS_OVER if left < limit else f"stopped after {limit:.0f} s"
+                failure = IS_OVER if left_s < limit else f"stopped after {limit:.0f} s"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait(10)  # a process inside of a driver does not die at once
-                said.seek(0)
-                text = said.read()
+                stdout.seek(0)
+                text = stdout.read()
                 with self.path.with_suffix(".log").open("ab") as log:
                     log.write(f"\n--- {' '.join(command)[:300]}\n".encode() + text)
         output = text.decode(errors="replace")
-        if process.returncode and not why:
-            last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
-            why = f"exit status {process.returncode}: {last[:300]}"
-        return Ended(output, why)
+        if process.returncode and not failure:
+            message = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
+            failure = f"exit status {process.returncode}: {message[:300]}"
+        return Ended(output, failure)
 
 
 def digest_of_sources() -> str:
@@ -154,95 +154,96 @@ def unpack(folder: Path, target: Path = PEERS) -> list[str]:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def build(report: Report) -> None:
+def build(session: Session) -> None:
     """Builds this checkout, as it is; unpacks the peers beside it; asks each backend whether it can be loaded."""
-    if report.options.peers and (lacking := unpack(report.options.peers)):
-        report.fail(f"peers: missing or damaged in {report.options.peers}: {', '.join(lacking)}")
-    if not report.options.built:
-        report.judge("build", report.python("setup.py", "build_ext", "--inplace", limit=LIMITS["build"]))
-    left_out = report.data["left_out"]
-    report.data["left_out"] = {name: why for name, why in left_out.items() if not why.startswith(UNAVAILABLE)}
-    ended = report.python("-m", "grpo_kernels", "env", "--json", limit=120)
-    found = report.data["environment"] = {}
+    if session.options.peers and (lacking := unpack(session.options.peers)):
+        session.fail(f"peers: missing or damaged in {session.options.peers}: {', '.join(lacking)}")
+    if not session.options.built:
+        session.judge("build", session.python("setup.py", "build_ext", "--inplace", limit=LIMITS["build"]))
+    left_out = session.data["left_out"]
+    session.data["left_out"] = {name: reason for name, reason in left_out.items() if not reason.startswith(UNAVAILABLE)}
+    ended = session.python("-m", "grpo_kernels", "env", "--json", limit=120)
+    environment = session.data["environment"] = {}
     with contextlib.suppress(ValueError):  # no JSON: the command failed; warnings may surround the JSON
-        found |= json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])[0]
+        environment |= json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])[0]
     for name in BACKENDS:
-        if reason := found.get("backends", {}).get(name, ended.failure):
-            report.fail(f"{UNAVAILABLE}{name}: {reason}", name)
+        if reason := environment.get("backends", {}).get(name, ended.failure):
+            session.fail(f"{UNAVAILABLE}{name}: {reason}", name)
 
 
-def check(report: Report) -> None:
+def check(session: Session) -> None:
     """Runs `grpo-kernels check` for each backend, side by side, as nothing is timed."""
 
     def checked(name: str) -> Ended:
-        return report.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
+        return session.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
 
-    names = [*(name for name in BACKENDS if name not in report.data["left_out"]), "torch"]
+    names = [*(name for name in BACKENDS if name not in session.data["left_out"]), "torch"]
     with ThreadPoolExecutor(len(names)) as pool:
         for name, ended in zip(names, pool.map(checked, names), strict=True):
-            report.stage[name] = ended.output[-2000:] if ended.failure else "ok"
-            report.judge(f"check {name}", ended, name)
+            session.stage[name] = ended.output[-2000:] if ended.failure else "ok"
+            session.judge(f"check {name}", ended, name)
 
 
-def bench(report: Report, stage: str) -> None:
+def bench(session: Session, stage: str) -> None:
     """Runs a set of `grpo-kernels bench`, which names implementations that hang, crash or are wrong, and puts its
-    document into the report."""
-    name, limit = BENCHES[stage], LIMITS.get(stage, math.inf)
-    output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
-    options = ["--set", name]
-    if report.options.shapes:
-        more = {"headline": ["--against", "ours-cuda", "ours-triton"], "heads": []}
-        options = ["--shapes", *report.options.shapes, *more.get(name, ["--modes", name])]
-    minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # 20 s are left for the case under way
+    document into the JSON."""
+    set_name, limit = BENCHES[stage], LIMITS.get(stage, math.inf)
+    output, left_out = session.path.with_suffix(f".{set_name}.json"), session.data["left_out"]
+    options = ["--set", set_name]
+    if session.options.shapes:
+        options_of_sets = {"headline": ["--against", "ours-cuda", "ours-triton"], "heads": []}
+        options = ["--shapes", *session.options.shapes, *options_of_sets.get(set_name, ["--modes", set_name])]
+    minutes = max(min(limit, session.end - time.monotonic()) - 20, 20) / 60  # 20 s are left for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", 5, "--no-figures"]
-    command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
-    command += ["--silence", report.options.silence]
+    command += ["--device", session.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
+    command += ["--silence", session.options.silence]
     excluded = [f"ours-{backend}" for backend in left_out]
     if not left_out.get("cuda", UNAVAILABLE).startswith(UNAVAILABLE):  # it loads, so "auto" takes it
         excluded += ["ours", *(f"ours-{variant}" for variant in VARIANTS)]
     command += ["--exclude", *excluded] if excluded else []
-    ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
+    ended = session.python(*command, *(["--resume"] if session.options.resume else []), limit=limit)
     if "was measured otherwise" in ended.output:  # on another machine, or with other versions
-        ended = report.python(*command, limit=limit)
-    report.judge(name, ended)
-    document = report.data[name] = json.loads(output.read_text()) if output.exists() else {"cases": [], "not_run": []}
-    for case in document["cases"]:
-        shape = f"{case['case']['head']} {case['case']['mode']}"
-        for who, found in case["implementations"].items():
-            error = found.get("error", "not run")
-            if who.startswith("ours") and not error.startswith(("out of memory", "not run")):
-                report.fail(f"{name} {shape}: {who}: {error}", who.removeprefix("ours-"))
-        ratios = {who: found.get("ratio_to_floor") for who, found in case["implementations"].items()}
-        print(f"{shape}: {', '.join(f'{who} {ratio:.3f}' for who, ratio in ratios.items() if ratio)}", flush=True)
-    report.stage["not_run"] = document["not_run"]
+        ended = session.python(*command, limit=limit)
+    session.judge(set_name, ended)
+    document = json.loads(output.read_text()) if output.exists() else {"cases": [], "not_run": []}
+    session.data[set_name] = document
+    for record in document["cases"]:
+        shape = f"{record['case']['head']} {record['case']['mode']}"
+        for name, report in record["implementations"].items():
+            error = report.get("error", "not run")
+            if name.startswith("ours") and not error.startswith(("out of memory", "not run")):
+                session.fail(f"{set_name} {shape}: {name}: {error}", name.removeprefix("ours-"))
+        ratios = {name: report.get("ratio_to_floor") for name, report in record["implementations"].items()}
+        print(f"{shape}: {', '.join(f'{name} {ratio:.3f}' for name, ratio in ratios.items() if ratio)}", flush=True)
+    session.stage["not_run"] = document["not_run"]
 
 
-def tests(report: Report) -> None:
+def tests(session: Session) -> None:
     """Runs the tests marked gpu, most valuable first. A hang or a crash ends its worker; xdist starts another."""
-    done: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
-    log = report.path.with_suffix(".tests.jsonl")
+    outcomes: dict[str, str] = session.data.setdefault("tests", {})  # of earlier calls too
+    log = session.path.with_suffix(".tests.jsonl")
     log.unlink(missing_ok=True)
     command: list[object] = ["-m", "pytest", "-m", "gpu", *TESTS, "--outcomes", log]
-    command += ["-o", f"faulthandler_timeout={report.options.silence}"]  # dump tracebacks before all workers hang
-    command += ["-k", f"not ({' or '.join(report.data['left_out'])})"] if report.data["left_out"] else []
-    command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
-    ended = report.python(*command, limit=LIMITS["tests"])
-    said = map(json.loads, log.read_text().splitlines() if log.exists() else ())
-    lines = {line["test"]: line for line in said}
-    rest = [name for name, line in lines.items() if line["outcome"] in ("selected", "begun")]
-    done |= {name: f"{line['outcome']}: {line['said']}" for name, line in lines.items() if name not in rest}
+    command += ["-o", f"faulthandler_timeout={session.options.silence}"]  # dump tracebacks before all workers hang
+    command += ["-k", f"not ({' or '.join(session.data['left_out'])})"] if session.data["left_out"] else []
+    command += [*(f"--deselect={name}" for name in outcomes), *(session.options.tests or ["tests/test_gpu.py"])]
+    ended = session.python(*command, limit=LIMITS["tests"])
+    lines = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    entries = {entry["test"]: entry for entry in lines}
+    pending = [name for name, entry in entries.items() if entry["outcome"] in ("selected", "begun")]
+    outcomes |= {name: f"{entry['outcome']}: {entry['said']}" for name, entry in entries.items() if name not in pending}
     if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself crashed, and was not stopped
-        done |= {name: f"failed: {ended.failure}" for name in rest if lines[name]["outcome"] == "begun"}
-    for name, outcome in done.items():
+        outcomes |= {name: f"failed: {ended.failure}" for name in pending if entries[name]["outcome"] == "begun"}
+    for name, outcome in outcomes.items():
         if outcome.startswith("failed"):
-            report.fail(f"{name}: {outcome}")
-    counts = Counter(outcome.partition(":")[0] for outcome in done.values())
-    report.stage |= {"counts": dict(counts), "not_run": len(lines.keys() - done)}
+            session.fail(f"{name}: {outcome}")
+    counts = Counter(outcome.partition(":")[0] for outcome in outcomes.values())
+    session.stage |= {"counts": dict(counts), "not_run": len(entries.keys() - outcomes)}
     if not counts["passed"]:
-        report.fail(f"none of {len(lines)} tests passed; {ended.failure}")
+        session.fail(f"none of {len(entries)} tests passed; {ended.failure}")
 
 
-STAGES: dict[str, Callable[[Report], None]] = {
+STAGES: dict[str, Callable[[Session], None]] = {
     "build": build,
     "check": check,
     "tests": tests,
@@ -268,28 +269,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device.startswith("cuda") and shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         print("gpu.py needs an NVIDIA GPU: this machine has neither nvidia-smi nor its driver", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills what runs, and writes the report
-    report = Report(options)
-    stages = report.data["stages"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills what runs, and writes the JSON
+    session = Session(options)
+    stages = session.data["stages"]
     for name in options.stages:
-        before = stages.get(name, {})
-        if name != "build" and before.get("status") in ("ok", "failed") and not before.get("not_run"):
+        earlier_stage = stages.get(name, {})
+        if name != "build" and earlier_stage.get("status") in ("ok", "failed") and not earlier_stage.get("not_run"):
             continue
-        now, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
-        report.stage = stages[name] = {"status": "stopped", "date": now}
-        print(f"{name}: begins, {report.end - start:.0f} s are left", flush=True)
+        date, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+        session.stage = stages[name] = {"status": "stopped", "date": date}
+        print(f"{name}: begins, {session.end - start:.0f} s are left", flush=True)
         try:
-            if report.end - start > 10:
-                STAGES[name](report)
-                report.stage["status"] = "failed" if "failures" in report.stage else "ok"
+            if session.end - start > 10:
+                STAGES[name](session)
+                session.stage["status"] = "failed" if "failures" in session.stage else "ok"
         finally:
-            report.stage["seconds"] = round(time.monotonic() - start, 1)
-            report.save()
+            session.stage["seconds"] = round(time.monotonic() - start, 1)
+            session.save()
     for name, stage in stages.items():
         print(f"{name:10} {stage['status']:8} {stage['seconds']:6.0f} s  {len(stage.get('failures', ()))} failures")
-    for name, reason in report.data["left_out"].items():
+    for name, reason in session.data["left_out"].items():
         print(f"left out: {name}: {reason[:200]}")
-    print(f"report: {report.path}")
+    print(f"report: {session.path}")
     return 0 if all(stage["status"] == "ok" for stage in stages.values()) else 1
 
 

@@ -48,25 +48,25 @@ def filled(page: str, results: Path) -> tuple[str, list[str]]:
     def number(match: re.Match[str]) -> str:
         written, name, expression, form, unit = match.groups()
         try:
-            found = text_of(json.loads((results / name).read_text()), " ".join(expression.split()), form, unit or "")
+            text = text_of(json.loads((results / name).read_text()), " ".join(expression.split()), form, unit or "")
         except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             problems.append(f"{_line(page, match)}: {written}: {name}: {error}")
             return match[0]
-        same = found == " ".join(written.split())  # a range may stand on two lines
-        return match[0] if same else found + match[0].removeprefix(written)
+        same = text == " ".join(written.split())  # a range may stand on two lines
+        return match[0] if same else text + match[0].removeprefix(written)
 
     return _QUOTE.sub(number, page), problems
 
 
-def differences(page: str, now: str) -> list[str]:
+def differences(page: str, new_page: str) -> list[str]:
     """Returns a line for each number of a page that is not that of its file, and one for the first line that differs
     otherwise.
 
-    `now` is the page as `filled` returns it, with the tables that its files give.
+    `new_page` is the page as `filled` returns it, with the tables that its files give.
     """
-    pairs = zip(_QUOTE.finditer(page), _QUOTE.finditer(now), strict=True)
+    pairs = zip(_QUOTE.finditer(page), _QUOTE.finditer(new_page), strict=True)
     numbers = [f"{_line(page, old)}: {old[1]}, which is {new[1]} in {old[2]}" for old, new in pairs if old[1] != new[1]]
-    lines = zip_longest(_QUOTE.sub("", page).split("\n"), _QUOTE.sub("", now).split("\n"))
+    lines = zip_longest(_QUOTE.sub("", page).split("\n"), _QUOTE.sub("", new_page).split("\n"))
     tables = [f"{i}: its files give {(new or old)[:120]!r}" for i, (old, new) in enumerate(lines, 1) if old != new]
     return numbers + tables[:1]
 
@@ -77,10 +77,10 @@ def unquoted(page: str, exceptions: tuple[str, ...]) -> Iterator[str]:
     A number is measured if it has decimals or a unit, except for versions and settings, which follow their name, and
     `exceptions`, pieces of text that need no comment.
     """
-    rest = re.sub("|".join([_QUOTE.pattern, _ASIDE, *map(re.escape, exceptions)]), _blank, page, flags=re.M | re.S)
-    for match in re.finditer(rf"(?<![\w.^/:-]){_RANGE}(?![\w^-]|\.\d)", rest):
-        measured = "." in match[0] or _UNIT.match(rest, match.end()) or page.startswith("<!--", match.end())
-        if measured and not _NAMED.search(rest[: match.start()][-30:]):
+    prose = re.sub("|".join([_QUOTE.pattern, _ASIDE, *map(re.escape, exceptions)]), _blank, page, flags=re.M | re.S)
+    for match in re.finditer(rf"(?<![\w.^/:-]){_RANGE}(?![\w^-]|\.\d)", prose):
+        measured = "." in match[0] or _UNIT.match(prose, match.end()) or page.startswith("<!--", match.end())
+        if measured and not _NAMED.search(prose[: match.start()][-30:]):
             yield f"{_line(page, match)}: {match[0]} names no file"
 
 
@@ -97,19 +97,19 @@ def _line(page: str, match: re.Match[str]) -> int:
 def generations(results: Path, digest: str | None) -> tuple[list[str], list[str]]:
     """Returns a line for each revision whose results are of other code than today's, and a line for each file that does
     not say of which code it is."""
-    found: dict[str, list[tuple[date, str]]] = {}
+    files_by_revision: dict[str, list[tuple[date, str]]] = {}
     problems = []
     for path in sorted(results.rglob("*.json")):
         document, name = json.loads(path.read_text()), path.relative_to(results).as_posix()
-        parts = [part.get("environment", {}) for part in (document, *document.values()) if isinstance(part, dict)]
-        here = next((part for part in parts if "digest" in part), None)
-        if here is None:
+        parts = [part for part in (document, *document.values()) if isinstance(part, dict)]
+        environment = next((part["environment"] for part in parts if "digest" in part.get("environment", {})), None)
+        if environment is None:
             problems.append(f"{name} does not say of which code it is")
-        elif digest is None or here["digest"] != digest:
-            entry = date.fromisoformat(here["date"][:10]), name
-            found.setdefault(here["revision"] or "that was not recorded", []).append(entry)
+        elif digest is None or environment["digest"] != digest:
+            entry = date.fromisoformat(environment["date"][:10]), name
+            files_by_revision.setdefault(environment["revision"] or "that was not recorded", []).append(entry)
     lines = []
-    for revision, entries in sorted(found.items(), key=lambda item: min(item[1])):
+    for revision, entries in sorted(files_by_revision.items(), key=lambda item: min(item[1])):
         days = " to ".join(dict.fromkeys(f"{day.day} {day:%B %Y}" for day in (min(entries)[0], max(entries)[0])))
         files = ", ".join(f"[{name}](results/{name})" for _, name in entries)
         lines.append(f"- {days}, revision {revision}: {files}")
@@ -118,13 +118,13 @@ def generations(results: Path, digest: str | None) -> tuple[list[str], list[str]
 
 def _numbers(document: Any, expression: str) -> list[float]:
     """Returns the numbers at an expression: a path, or a quotient of paths."""
-    first, *rest = (_at(document, part) for part in expression.split(" / "))
-    for second in rest:
-        one, other = len(first), len(second)
-        if 1 < min(one, other) != max(one, other):
-            raise LookupError(f"{one} numbers over {other} at {expression}")
-        first = [first[i % one] / second[i % other] for i in range(max(one, other))]
-    return first
+    numbers, *divisors = (_at(document, part) for part in expression.split(" / "))
+    for divisor in divisors:
+        count, divisor_count = len(numbers), len(divisor)
+        if 1 < min(count, divisor_count) != max(count, divisor_count):
+            raise LookupError(f"{count} numbers over {divisor_count} at {expression}")
+        numbers = [numbers[i % count] / divisor[i % divisor_count] for i in range(max(count, divisor_count))]
+    return numbers
 
 
 def _at(document: Any, path: str) -> list[float]:
@@ -133,7 +133,7 @@ def _at(document: Any, path: str) -> list[float]:
         return [float(path)]
     nodes = [document]
     for step in path.split(" > "):
-        nodes = [found for node in nodes for found in _step(node, step)]
+        nodes = [child for node in nodes for child in _step(node, step)]
         if not nodes:
             raise LookupError(f"nothing at {step} of {path}")
     if not all(isinstance(node, int | float) and math.isfinite(node) for node in nodes):
@@ -161,9 +161,9 @@ def _step(node: Any, step: str) -> list[Any]:
 
 def _has(entry: Any, condition: str) -> bool:
     """Returns whether an entry has the value of "a.b=value", or any at "a.b"."""
-    path, _, wanted = condition.partition("=")
+    path, _, value = condition.partition("=")
     for key in path.split("."):
         if not isinstance(entry, dict) or key not in entry:
             return False
         entry = entry[key]
-    return not wanted or str(entry) == wanted
+    return not value or str(entry) == value
