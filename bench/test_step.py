@@ -37,8 +37,8 @@ def exact(case: Case, device: torch.device, objective: str) -> Reference | None:
 
 
 def test_step(case: Case, name: str, device: torch.device, benchmark: Any) -> None:
-    inputs, right = batch(case, device), exact(case, device, IMPLEMENTATIONS[name].objective)
-    step, report = prepare(name, inputs, case.mode, right, device)
+    inputs, exact_result = batch(case, device), exact(case, device, IMPLEMENTATIONS[name].objective)
+    step, report = prepare(name, inputs, case.mode, exact_result, device)
     if step is None and "missing" in report:
         pytest.skip(f"{name}: {report['missing']}")
     assert step is not None, report["error"]
