@@ -155,7 +155,7 @@ def unpack(folder: Path, target: Path = PEERS) -> list[str]:
 
 
 def build(session: Session) -> None:
-    """Builds this checkout, as it is; unpacks the peers beside it; asks each backend whether it can be loaded."""
+    """Builds this checkout, as it is; unpacks the peers; asks each backend whether it can be loaded."""
     if session.options.peers and (lacking := unpack(session.options.peers)):
         session.fail(f"peers: missing or damaged in {session.options.peers}: {', '.join(lacking)}")
     if not session.options.built:

@@ -52,7 +52,7 @@ def filled(page: str, results: Path) -> tuple[str, list[str]]:
         except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             problems.append(f"{_line(page, match)}: {written}: {name}: {error}")
             return match[0]
-        same = text == " ".join(written.split())  # a range may stand on two lines
+        same = text == " ".join(written.split())  # a range may be on two lines
         return match[0] if same else text + match[0].removeprefix(written)
 
     return _QUOTE.sub(number, page), problems

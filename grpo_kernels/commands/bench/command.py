@@ -134,7 +134,7 @@ def measure_job(job: Job, options: Options, run: Run) -> Record:
 
 
 def with_fewer_tokens(job: Job, record: Record) -> list[Job]:
-    """Returns a job with shorter completions for the implementations that were too slow, beside ours and the floor; an
+    """Returns a job with shorter completions for the implementations that were too slow, with ours and the floor; an
     empty list if none was."""
     reports = record["implementations"].items()
     fewer_tokens = {name: report["fewer_tokens"] for name, report in reports if "fewer_tokens" in report}

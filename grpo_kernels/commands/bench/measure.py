@@ -1,6 +1,6 @@
 """Measures one case: every implementation is checked and timed once, then all in interleaved rounds; then memory.
 
-Rounds go A B C, B C A, C A B, ..., so that a slow minute of the machine slows everybody alike. A time is the median of
+Rounds go A B C, B C A, C A B, ..., so that a slow minute of the machine slows all of them. A time is the median of
 LEAST or more of them. An implementation whose rounds would take too long is measured with fewer tokens, in a case of
 its own.
 """

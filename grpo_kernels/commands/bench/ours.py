@@ -35,9 +35,8 @@ def ours(
 ) -> Step:
     """Returns the step of the fused loss, of the divergence to the inputs' teacher, or of log-probabilities alone.
 
-    The tokens are cut into `chunks` of equal size. `teacher` has the options of a teacher that is beside the loss, and
-    `options` are those of the configuration. These three change the loss and its gradient only; other modes refuse
-    them.
+    The tokens are cut into `chunks` of equal size. `teacher` has the options of a teacher whose divergence is added to
+    the loss, and `options` are those of the configuration. Modes without a GRPO loss refuse these three.
     """
     if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
         raise Unsupported(reason)

@@ -1,4 +1,4 @@
-"""Hidden states of SmolLM2-135M-Instruct and the ids that it sampled: inputs of a real policy, beside random ones."""
+"""Hidden states of SmolLM2-135M-Instruct and the ids that it sampled: the inputs of cases with a temperature."""
 
 from __future__ import annotations
 
