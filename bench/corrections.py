@@ -1,14 +1,16 @@
-"""What corrections between sampling engine and policy cost: bias and noise of the policy gradient of a toy.
+"""Bias and noise of a toy's policy gradient, with each correction for an engine that samples from another policy.
 
     OMP_NUM_THREADS=1 python bench/corrections.py [--sequences 400000] [--output bench/results/corrections/cpu.json]
 
 The policy is a Markov chain over 8 tokens, P = softmax(Z). The reward of a completion is its share of token 0, and
-its advantage the reward less the engine's expectation of it, as in a large group of GRPO. The gradient of the
-policy's expectation by Z is known exactly. The engine samples from softmax(Z + noise). Of the estimator g = w A d log
-p / d Z: bias, |E g - exact| / |exact|, without what its standard error explains; cosine, of E g and exact; noise, its
-variance over that of samples from the policy itself: how many times as many completions it takes. The weights of
-whole sequences without a bound are exact: where the difference to their estimates has the smaller standard error, its
-mean is taken for the bias.
+its advantage is the reward minus its expectation under the engine, as in a large group of GRPO. The engine samples from
+softmax(Z + noise). The exact gradient of the policy's expected reward with respect to Z is known. For the estimator
+g = w A d log p / d Z the table has
+- the bias, |E g - exact| / |exact|, without the part that its standard error explains,
+- the cosine between E g and exact,
+- the noise: its variance over that of samples from the policy itself, or how many times as many completions it needs.
+Sequence weights without a bound are unbiased. Where the difference of an estimator to theirs has the smaller standard
+error, its mean is taken for the bias.
 """
 
 from __future__ import annotations
@@ -29,17 +31,19 @@ Weights = Callable[[Tensor, Tensor, Tensor], Tensor]  # of old and rollout log-p
 
 
 def weighted(rejects: dict[str, Any] | None = None, **options: Any) -> Weights:
-    def weights(old: Tensor, sampled: Tensor, advantage: Tensor) -> Tensor:
-        found = rollout_weights(old, sampled, **options).view(len(old), -1)
-        return found if rejects is None else found * rejection_mask(old, sampled, rejects)
+    """Returns a function that computes `rollout_weights`, times `rejection_mask` with the thresholds `rejects`."""
+
+    def weights(old: Tensor, rollout: Tensor, advantage: Tensor) -> Tensor:
+        values = rollout_weights(old, rollout, **options).view(len(old), -1)
+        return values if rejects is None else values * rejection_mask(old, rollout, rejects)
 
     return weights
 
 
-def dppo(old: Tensor, sampled: Tensor, advantage: Tensor) -> Tensor:
-    """The ratio, but for tokens whose probability has moved by more than 0.2 to where the advantage pushes it."""
-    moved = (old.exp() - sampled.exp()) * torch.where(advantage > 0, 1.0, -1.0)[:, None]
-    return torch.where(moved > 0.2, 0.0, (old - sampled).exp())
+def dppo(old: Tensor, rollout: Tensor, advantage: Tensor) -> Tensor:
+    """Returns ratios, but 0 where the probability has moved by more than 0.2 to where the advantage pushes it."""
+    moved = (old.exp() - rollout.exp()) * torch.where(advantage > 0, 1.0, -1.0)[:, None]
+    return torch.where(moved > 0.2, 0.0, (old - rollout).exp())
 
 
 PRODUCT: dict[str, Any] = dict(level="sequence_sum")
@@ -60,18 +64,18 @@ WEIGHTS: dict[str, Weights] = {
 
 
 def exact(z: Tensor, length: int) -> tuple[float, Tensor]:
-    """Returns the expected reward and its gradient by the logits (64,); the first state is uniform."""
+    """Returns the expected reward and its gradient with respect to the logits, (64,); the first state is uniform."""
     z = z.clone().requires_grad_()
-    at, total = torch.full((TOKENS,), 1 / TOKENS, dtype=z.dtype), torch.zeros((), dtype=z.dtype)
+    distribution, total = torch.full((TOKENS,), 1 / TOKENS, dtype=z.dtype), torch.zeros((), dtype=z.dtype)
     for _ in range(length):
-        at = at @ z.softmax(1)
-        total = total + at[0] / length
+        distribution = distribution @ z.softmax(1)
+        total = total + distribution[0] / length
     (gradient,) = torch.autograd.grad(total, z)
     return total.item(), gradient.flatten()
 
 
 def sample(p: Tensor, length: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Returns states and tokens (BATCH, length)."""
+    """Returns sampled states and tokens, (BATCH, length) int64 each, for transition probabilities p (8, 8)."""
     path, ends = [torch.randint(TOKENS, (BATCH,), generator=g)], p.cumsum(1)
     for _ in range(length):
         above = torch.rand(BATCH, 1, generator=g, dtype=p.dtype) > ends[path[-1]]
@@ -80,58 +84,61 @@ def sample(p: Tensor, length: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def estimates(p: Tensor, states: Tensor, tokens: Tensor, w: Tensor) -> Tensor:
-    """Returns w d log p / d Z of each completion, (BATCH, 64)."""
+    """Returns w d log p / d Z of each completion, (BATCH, 64), for weights w (BATCH, length)."""
     taken = w.new_zeros(len(w), TOKENS**2).scatter_add_(1, states * TOKENS + tokens, w)
     visits = w.new_zeros(len(w), TOKENS).scatter_add_(1, states, w)
     return taken - (visits[:, :, None] * p).flatten(1)
 
 
 def measure(length: int, spread: float, sequences: int) -> dict[str, dict[str, float]]:
+    """Returns bias, its standard error, cosine, noise, effective share of the samples and share of zeros for each of
+    WEIGHTS, and how far the engine is from the policy."""
     g = torch.Generator().manual_seed(0)
     z, noise = torch.randn(2, TOKENS, TOKENS, generator=g, dtype=torch.float64)
     p, engine = z.softmax(1), (z + spread * noise).softmax(1)
-    (own_baseline, gradient), (baseline, _) = exact(z, length), exact(z + spread * noise, length)
-    names, batches, gap = list(WEIGHTS), sequences // BATCH, 0.0
-    # Means of estimates and of their squared norms: of the policy's own samples, of each way, and of its difference to
-    # the exact one. Of weights: mean, mean square, share of zeros.
+    (policy_baseline, exact_gradient), (engine_baseline, _) = exact(z, length), exact(z + spread * noise, length)
+    names, batches, mean_difference = list(WEIGHTS), sequences // BATCH, 0.0
+    # Means of estimates and of their squared norms. Rows: samples from the policy itself, each of WEIGHTS, and the
+    # difference of each to EXACT. For the weights: mean, mean square, share of zeros.
     mean = torch.zeros(1 + 2 * len(names), TOKENS**2, dtype=torch.float64)
-    square, numbers = mean.new_zeros(len(mean)), mean.new_zeros(len(names), 3)
+    square, moments = mean.new_zeros(len(mean)), mean.new_zeros(len(names), 3)
     for _ in range(batches):
         states, tokens = sample(p, length, g)
-        advantage = (tokens == 0).double().mean(1) - own_baseline
-        own = estimates(p, states, tokens, advantage[:, None].expand_as(states))
+        advantage = (tokens == 0).double().mean(1) - policy_baseline
+        policy_gradients = estimates(p, states, tokens, advantage[:, None].expand_as(states))
         states, tokens = sample(engine, length, g)
-        old, sampled = (x.log()[states, tokens] for x in (p, engine))
-        advantage = (tokens == 0).double().mean(1) - baseline
-        weights = [WEIGHTS[name](old, sampled, advantage).expand_as(old) for name in names]
-        found = torch.stack([estimates(p, states, tokens, w * advantage[:, None]) for w in weights])
-        found = torch.cat([own[None], found, found - found[names.index(EXACT)]])
-        mean += found.mean(1) / batches
-        square += found.square().sum(2).mean(1) / batches
-        numbers += torch.tensor([[w.mean(), w.square().mean(), (w == 0).double().mean()] for w in weights]) / batches
-        gap += (old - sampled).abs().mean().item() / batches
+        old, rollout = (x.log()[states, tokens] for x in (p, engine))
+        advantage = (tokens == 0).double().mean(1) - engine_baseline
+        weights = [WEIGHTS[name](old, rollout, advantage).expand_as(old) for name in names]
+        gradients = torch.stack([estimates(p, states, tokens, w * advantage[:, None]) for w in weights])
+        gradients = torch.cat([policy_gradients[None], gradients, gradients - gradients[names.index(EXACT)]])
+        mean += gradients.mean(1) / batches
+        square += gradients.square().sum(2).mean(1) / batches
+        moments += torch.tensor([[w.mean(), w.square().mean(), (w == 0).double().mean()] for w in weights]) / batches
+        mean_difference += (old - rollout).abs().mean().item() / batches
     variance = square - mean.square().sum(1)
-    size, rows = gradient.norm().item(), {"engine": {"mean_difference": gap}}
+    size, rows = exact_gradient.norm().item(), {"engine": {"mean_difference": mean_difference}}
     for i, name in enumerate(names):
-        plain, paired = 1 + i, 1 + len(names) + i
-        by_difference = name != EXACT and variance[paired] < variance[plain]
-        bias = mean[paired] if by_difference else mean[plain] - gradient
-        error = (variance[paired if by_difference else plain].item() / (batches * BATCH)) ** 0.5
-        of_weights, of_squares, zeros = numbers[i].tolist()
+        row, difference_row = 1 + i, 1 + len(names) + i
+        uses_difference = name != EXACT and variance[difference_row] < variance[row]
+        bias = mean[difference_row] if uses_difference else mean[row] - exact_gradient
+        error = (variance[difference_row if uses_difference else row].item() / (batches * BATCH)) ** 0.5
+        mean_weight, mean_square, zeros = moments[i].tolist()
         rows[name] = {
             "bias": max(bias.square().sum().item() - error**2, 0.0) ** 0.5 / size,
             "error": error / size,
-            "cosine": torch.cosine_similarity(gradient + bias, gradient, dim=0).item(),
-            "noise": (variance[plain] / variance[0]).item(),
-            "effective_sample": of_weights**2 / of_squares if of_squares else 0.0,
+            "cosine": torch.cosine_similarity(exact_gradient + bias, exact_gradient, dim=0).item(),
+            "noise": (variance[row] / variance[0]).item(),
+            "effective_sample": mean_weight**2 / mean_square if mean_square else 0.0,
             "zeros": zeros,
         }
     return rows
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    heads = [f"{c['length']} tokens, {c['rows']['engine']['mean_difference']:.3f} nats" for c in cases]
-    lines = ["| weights | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    """Returns a Markdown table of bias, cosine and noise."""
+    headings = [f"{c['length']} tokens, {c['rows']['engine']['mean_difference']:.3f} nats" for c in cases]
+    lines = ["| weights | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
     for name in WEIGHTS:
         rows = [case["rows"][name] for case in cases]
         cells = [f"{x['bias']:.1%}, {x['cosine']:.3f}, {x['noise']:.2g}" for x in rows]
@@ -140,18 +147,19 @@ def table(cases: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Measures all cases, prints their table and writes their JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=400_000)
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     cases = [
-        {"length": length, "spread": spread, "rows": measure(length, spread, given.sequences)}
+        {"length": length, "spread": spread, "rows": measure(length, spread, arguments.sequences)}
         for length, spread in ((256, 0.02), (256, 0.1), (16, 0.3), (256, 0.3))
     ]
     print(table(cases))
-    if given.output:
-        here = environment(torch.device("cpu"))
-        write(given.output, {"environment": here, "sequences": given.sequences, "cases": cases})
+    if arguments.output:
+        document = {"environment": environment(torch.device("cpu")), "sequences": arguments.sequences, "cases": cases}
+        write(arguments.output, document)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python bench/dweight_learning.py [--steps 40] [--seeds 3] [--jobs 1] [--output bench/results/dweight/learning.json]
 
-`grpo-kernels demo --model smollm2` with bfloat16 weights, chunks of eight tokens (some fifteen to sixty in a step) and
-either `dweight_sum`; nothing else differs between the two runs of a seed. A run takes minutes on two cores.
+Runs `grpo-kernels demo --model smollm2` with bfloat16 weights, chunks of eight tokens (fifteen to sixty of them in a
+step) and either `dweight_sum`; nothing else differs between the two runs of a seed. A run takes minutes on two cores.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ LOGGED = ("step", "reward", "entropy", "grad_norm", "completions/mean_length", "
 
 
 def main() -> None:
+    """Trains each seed with either sum, and writes the JSON after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/dweight/learning.json")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     runs: list[dict[str, object]] = []
-    found = {"environment": environment(torch.device("cpu")), "runs": runs}
-    which = [(seed, dweight_sum) for seed in range(given.seeds) for dweight_sum in SUMS]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        logs = pool.map(lambda one: run(*one, given.steps), which)
-        for (seed, dweight_sum), log in zip(which, logs, strict=True):
+    document = {"environment": environment(torch.device("cpu")), "runs": runs}
+    settings = [(seed, dweight_sum) for seed in range(arguments.seeds) for dweight_sum in SUMS]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        logs = pool.map(lambda setting: run(*setting, arguments.steps), settings)
+        for (seed, dweight_sum), log in zip(settings, logs, strict=True):
             runs.append({"seed": seed, "dweight_sum": dweight_sum, **log})
-            write(given.output, found)
+            write(arguments.output, document)
 
 
 def run(seed: int, dweight_sum: str, steps: int) -> dict[str, object]:
-    """Returns the command of a run and what it logged."""
+    """Trains once. Returns the command, and what it logged."""
     options = json.dumps({"chunk_rows": 8, "dweight_sum": dweight_sum})
     words = [
         "grpo-kernels", "demo", "--model", "smollm2", "--task", "largest-number", "--dtype=bfloat16",

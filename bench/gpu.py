@@ -1,11 +1,11 @@
-"""All that a GPU machine without network can say about this checkout, in one JSON that is written as results come.
+"""Builds, tests and measures this checkout on a GPU machine without network; writes one JSON as results come.
 
     python bench/gpu.py --output gpu.json --minutes 7                  # build, check, tests, headline
     python bench/gpu.py --output gpu.json --minutes 6 --resume --peers DIR --stages build sampling benchmark trainer
 
-Every command is a process with a limit of time. What hangs, crashes or gives wrong results is named and
-its backend left out of all that follows (`left_out`), and the exit status is 1; all else is still measured.
---resume keeps stages that came to an end with the same sources. The build is always made; it compiles what changed.
+Every command is a process with a time limit. If something hangs, crashes or gives wrong results, the JSON names it,
+its backend is left out of the stages that follow (`left_out`), all else is still measured, and the exit status is 1.
+--resume keeps stages that finished with the same sources. The build always runs; it compiles what changed.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# QuACK imports only from a folder of this name: it takes what lies in another for code that may change.
+# QuACK can be imported only from a folder of this name: it takes code elsewhere for code that may change.
 PEERS = ROOT / "build" / "gpu" / "site-packages"
 BACKENDS = ("cuda", "triton")
-# Seconds of one command, in which Triton may compile for minutes; and of silence, in the benchmark and in pytest.
+# Seconds for one command, in which Triton may compile for minutes; and of silence until a step or a test is a hang.
 LIMITS = dict(build=300, check=120, headline=150, tests=200, trainer=150, sampling=180)
 SILENCE = 90.0
-VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", which take the backend of "auto"
-# Stages that are a set of `grpo-kernels bench`.
+VARIANTS = ("unscored", "unmasked", "sparse")  # of "ours", on the backend that "auto" takes
+# Stages that run a set of `grpo-kernels bench`.
 BENCHES = {"headline": "headline", "benchmark": "heads", "trainer": "trainer", "sampling": "sampling"}
-# Of pytest. Each worker reads torch from disk, makes a context and takes its part of the cores: more start more slowly.
+# Of pytest. Each worker reads torch from disk, makes a CUDA context and shares the cores: more of them start later.
 TESTS = ("-n", "4", "--maxschedchunk", "1", "--tb=short", "-o", "faulthandler_exit_on_timeout=true")
-UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
+UNAVAILABLE = "backend "  # reasons of backends that cannot be loaded begin with this
 IS_OVER = "stopped: the time of all is up"
 
 
 class Ended(NamedTuple):
-    """How a command ended: its output, and why it failed, in a line, or nothing."""
+    """How a command ended: its output, and a line that says why it failed, or ""."""
 
     output: str
     failure: str = ""
 
 
-class Report:
-    """The JSON, the options of this call, and a way to run commands that cannot outlive their time."""
+class Session:
+    """The JSON, the options of this call, and a way to run commands that end with their time limit."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.path, sources = options, options.output.resolve(), digest_of_sources()
@@ -63,61 +63,63 @@ class Report:
         self.data: dict[str, Any] = {"environment": {}, "stages": {}, "left_out": {}}
         self.stage: dict[str, Any] = {}
         if options.resume and self.path.exists():
-            found = json.loads(self.path.read_text())
-            self.data |= found if found.get("sources") == sources else {}
+            earlier_data = json.loads(self.path.read_text())
+            self.data |= earlier_data if earlier_data.get("sources") == sources else {}
         self.data["sources"] = sources
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def save(self) -> None:
+        """Writes the JSON, atomically."""
         draft = self.path.with_name(f"{self.path.name}.tmp")
         draft.write_text(json.dumps(self.data, indent=1, default=str) + "\n")
         draft.replace(self.path)
 
     def fail(self, text: str, backend: str = "") -> None:
-        """Records a failure; a `backend` with one is left out from now on."""
+        """Records a failure; from now on its `backend`, if any, is left out."""
         self.stage.setdefault("failures", []).append(text)
         print(f"FAILED: {text}", flush=True)
         if backend in BACKENDS:
             self.data["left_out"].setdefault(backend, text)
         self.save()
 
-    def judge(self, what: str, ended: Ended, backend: str = "") -> Ended:
-        """Records the failure of a command, if it is one; to be out of time is not the fault of its backend."""
+    def judge(self, title: str, ended: Ended, backend: str = "") -> Ended:
+        """Records a command's failure, if any; its backend is not blamed where all time was up. Returns `ended`."""
         if ended.failure:
-            self.fail(f"{what}: {ended.failure}", "" if ended.failure == IS_OVER else backend)
+            self.fail(f"{title}: {ended.failure}", "" if ended.failure == IS_OVER else backend)
         return ended
 
     def python(self, *arguments: object, limit: float = math.inf) -> Ended:
-        """Runs this Python at the root; it and all that it started are killed at a limit."""
+        """Runs this Python at the root; kills it and all that it started after `limit` seconds, or when time is up."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, *map(str, arguments)]
-        left, why = self.end - time.monotonic(), ""
-        with tempfile.TemporaryFile() as said:
+        left_s, failure = self.end - time.monotonic(), ""
+        with tempfile.TemporaryFile() as stdout:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
             try:
-                process.wait(min(limit, left))
+                process.wait(min(limit, left_s))
             except subprocess.TimeoutExpired:
-                why = IS_OVER if left < limit else f"stopped after {limit:.0f} s"
+                failure = IS_OVER if left_s < limit else f"stopped after {limit:.0f} s"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGKILL)
-                    process.wait(10)  # what a driver holds does not die at once
-                said.seek(0)
-                text = said.read()
+                    process.wait(10)  # a process inside of a driver does not die at once
+                stdout.seek(0)
+                text = stdout.read()
                 with self.path.with_suffix(".log").open("ab") as log:
                     log.write(f"\n--- {' '.join(command)[:300]}\n".encode() + text)
         output = text.decode(errors="replace")
-        if process.returncode and not why:
-            last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
-            why = f"exit status {process.returncode}: {last[:300]}"
-        return Ended(output, why)
+        if process.returncode and not failure:
+            message = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
+            failure = f"exit status {process.returncode}: {message[:300]}"
+        return Ended(output, failure)
 
 
 def digest_of_sources() -> str:
+    """Returns a digest of the files that the build and the package are made of."""
     digest = hashlib.sha256()
     for folder in ("setup.py", "csrc", "python", "tools", "grpo_kernels"):
         for file in sorted([ROOT / folder] if (ROOT / folder).is_file() else (ROOT / folder).rglob("*")):
@@ -127,7 +129,7 @@ def digest_of_sources() -> str:
 
 
 def unpack(folder: Path, target: Path = PEERS) -> list[str]:
-    """Puts the parts of `make gpu-peers` in `folder` together, in `target`, unless that was done before.
+    """Joins the parts of `make gpu-peers` in `folder` and unpacks them into `target`, unless that was done before.
 
     The parts may have come one by one. Returns the names of what is missing or damaged; then nothing is unpacked.
     """
@@ -143,7 +145,7 @@ def unpack(folder: Path, target: Path = PEERS) -> list[str]:
         shutil.rmtree(target, ignore_errors=True)
         with tarfile.open(fileobj=io.BytesIO(b"".join(parts.values())), mode="r:xz") as archive:
             archive.extractall(target, filter="data")
-        # Python reads .pth files in its own folders only; a module of this name it imports when it starts.
+        # Python reads .pth files in its own folders only, and imports a module of this name when it starts.
         (target / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(target)!r})\n")
         shutil.copyfile(sums, unpacked)
     return lacking
@@ -152,94 +154,96 @@ def unpack(folder: Path, target: Path = PEERS) -> list[str]:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def build(report: Report) -> None:
-    """This checkout, as it is; the peers beside it; what each backend says about itself."""
-    if report.options.peers and (lacking := unpack(report.options.peers)):
-        report.fail(f"peers: missing or damaged in {report.options.peers}: {', '.join(lacking)}")
-    if not report.options.built:
-        report.judge("build", report.python("setup.py", "build_ext", "--inplace", limit=LIMITS["build"]))
-    left_out = report.data["left_out"]
-    report.data["left_out"] = {name: why for name, why in left_out.items() if not why.startswith(UNAVAILABLE)}
-    ended = report.python("-m", "grpo_kernels", "env", "--json", limit=120)
-    found = report.data["environment"] = {}
-    with contextlib.suppress(ValueError):  # it failed; warnings may stand before and after the JSON
-        found |= json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])[0]
+def build(session: Session) -> None:
+    """Builds this checkout, as it is; unpacks the peers; asks each backend whether it can be loaded."""
+    if session.options.peers and (lacking := unpack(session.options.peers)):
+        session.fail(f"peers: missing or damaged in {session.options.peers}: {', '.join(lacking)}")
+    if not session.options.built:
+        session.judge("build", session.python("setup.py", "build_ext", "--inplace", limit=LIMITS["build"]))
+    left_out = session.data["left_out"]
+    session.data["left_out"] = {name: reason for name, reason in left_out.items() if not reason.startswith(UNAVAILABLE)}
+    ended = session.python("-m", "grpo_kernels", "env", "--json", limit=120)
+    environment = session.data["environment"] = {}
+    with contextlib.suppress(ValueError):  # no JSON: the command failed; warnings may surround the JSON
+        environment |= json.JSONDecoder().raw_decode(ended.output[ended.output.find("{\n") :])[0]
     for name in BACKENDS:
-        if reason := found.get("backends", {}).get(name, ended.failure):
-            report.fail(f"{UNAVAILABLE}{name}: {reason}", name)
+        if reason := environment.get("backends", {}).get(name, ended.failure):
+            session.fail(f"{UNAVAILABLE}{name}: {reason}", name)
 
 
-def check(report: Report) -> None:
-    """`grpo-kernels check` for each backend, side by side: nothing is timed."""
+def check(session: Session) -> None:
+    """Runs `grpo-kernels check` for each backend, side by side, as nothing is timed."""
 
     def checked(name: str) -> Ended:
-        return report.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
+        return session.python("-m", "grpo_kernels", "check", "--quick", "--backend", name, limit=LIMITS["check"])
 
-    names = [*(name for name in BACKENDS if name not in report.data["left_out"]), "torch"]
+    names = [*(name for name in BACKENDS if name not in session.data["left_out"]), "torch"]
     with ThreadPoolExecutor(len(names)) as pool:
         for name, ended in zip(names, pool.map(checked, names), strict=True):
-            report.stage[name] = ended.output[-2000:] if ended.failure else "ok"
-            report.judge(f"check {name}", ended, name)
+            session.stage[name] = ended.output[-2000:] if ended.failure else "ok"
+            session.judge(f"check {name}", ended, name)
 
 
-def bench(report: Report, stage: str) -> None:
-    """A set of `grpo-kernels bench`, which names who hangs, crashes or is wrong; its document goes into the report."""
-    name, limit = BENCHES[stage], LIMITS.get(stage, math.inf)
-    output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
-    options = ["--set", name]
-    if report.options.shapes:
-        more = {"headline": ["--against", "ours-cuda", "ours-triton"], "heads": []}
-        options = ["--shapes", *report.options.shapes, *more.get(name, ["--modes", name])]
-    minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
+def bench(session: Session, stage: str) -> None:
+    """Runs a set of `grpo-kernels bench`, which names implementations that hang, crash or are wrong, and puts its
+    document into the JSON."""
+    set_name, limit = BENCHES[stage], LIMITS.get(stage, math.inf)
+    output, left_out = session.path.with_suffix(f".{set_name}.json"), session.data["left_out"]
+    options = ["--set", set_name]
+    if session.options.shapes:
+        options_of_sets = {"headline": ["--against", "ours-cuda", "ours-triton"], "heads": []}
+        options = ["--shapes", *session.options.shapes, *options_of_sets.get(set_name, ["--modes", set_name])]
+    minutes = max(min(limit, session.end - time.monotonic()) - 20, 20) / 60  # 20 s are left for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", 5, "--no-figures"]
-    command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
-    command += ["--silence", report.options.silence]
+    command += ["--device", session.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
+    command += ["--silence", session.options.silence]
     excluded = [f"ours-{backend}" for backend in left_out]
-    if not left_out.get("cuda", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
+    if not left_out.get("cuda", UNAVAILABLE).startswith(UNAVAILABLE):  # it loads, so "auto" takes it
         excluded += ["ours", *(f"ours-{variant}" for variant in VARIANTS)]
     command += ["--exclude", *excluded] if excluded else []
-    ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
+    ended = session.python(*command, *(["--resume"] if session.options.resume else []), limit=limit)
     if "was measured otherwise" in ended.output:  # on another machine, or with other versions
-        ended = report.python(*command, limit=limit)
-    report.judge(name, ended)
-    document = report.data[name] = json.loads(output.read_text()) if output.exists() else {"cases": [], "not_run": []}
-    for case in document["cases"]:
-        shape = f"{case['case']['head']} {case['case']['mode']}"
-        for who, found in case["implementations"].items():
-            error = found.get("error", "not run")
-            if who.startswith("ours") and not error.startswith(("out of memory", "not run")):
-                report.fail(f"{name} {shape}: {who}: {error}", who.removeprefix("ours-"))
-        ratios = {who: found.get("ratio_to_floor") for who, found in case["implementations"].items()}
-        print(f"{shape}: {', '.join(f'{who} {ratio:.3f}' for who, ratio in ratios.items() if ratio)}", flush=True)
-    report.stage["not_run"] = document["not_run"]
+        ended = session.python(*command, limit=limit)
+    session.judge(set_name, ended)
+    document = json.loads(output.read_text()) if output.exists() else {"cases": [], "not_run": []}
+    session.data[set_name] = document
+    for record in document["cases"]:
+        shape = f"{record['case']['head']} {record['case']['mode']}"
+        for name, report in record["implementations"].items():
+            error = report.get("error", "not run")
+            if name.startswith("ours") and not error.startswith(("out of memory", "not run")):
+                session.fail(f"{set_name} {shape}: {name}: {error}", name.removeprefix("ours-"))
+        ratios = {name: report.get("ratio_to_floor") for name, report in record["implementations"].items()}
+        print(f"{shape}: {', '.join(f'{name} {ratio:.3f}' for name, ratio in ratios.items() if ratio)}", flush=True)
+    session.stage["not_run"] = document["not_run"]
 
 
-def tests(report: Report) -> None:
-    """The tests marked gpu, most valuable first. One that hangs or crashes ends its worker; xdist starts another."""
-    done: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
-    log = report.path.with_suffix(".tests.jsonl")
+def tests(session: Session) -> None:
+    """Runs the tests marked gpu, most valuable first. A hang or a crash ends its worker; xdist starts another."""
+    outcomes: dict[str, str] = session.data.setdefault("tests", {})  # of earlier calls too
+    log = session.path.with_suffix(".tests.jsonl")
     log.unlink(missing_ok=True)
     command: list[object] = ["-m", "pytest", "-m", "gpu", *TESTS, "--outcomes", log]
-    command += ["-o", f"faulthandler_timeout={report.options.silence}"]  # before all hang
-    command += ["-k", f"not ({' or '.join(report.data['left_out'])})"] if report.data["left_out"] else []
-    command += [*(f"--deselect={name}" for name in done), *(report.options.tests or ["tests/test_gpu.py"])]
-    ended = report.python(*command, limit=LIMITS["tests"])
-    said = map(json.loads, log.read_text().splitlines() if log.exists() else ())
-    lines = {line["test"]: line for line in said}
-    rest = [name for name, line in lines.items() if line["outcome"] in ("selected", "begun")]
-    done |= {name: f"{line['outcome']}: {line['said']}" for name, line in lines.items() if name not in rest}
-    if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself was ended, and not by its time
-        done |= {name: f"failed: {ended.failure}" for name in rest if lines[name]["outcome"] == "begun"}
-    for name, outcome in done.items():
+    command += ["-o", f"faulthandler_timeout={session.options.silence}"]  # dump tracebacks before all workers hang
+    command += ["-k", f"not ({' or '.join(session.data['left_out'])})"] if session.data["left_out"] else []
+    command += [*(f"--deselect={name}" for name in outcomes), *(session.options.tests or ["tests/test_gpu.py"])]
+    ended = session.python(*command, limit=LIMITS["tests"])
+    lines = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    entries = {entry["test"]: entry for entry in lines}
+    pending = [name for name, entry in entries.items() if entry["outcome"] in ("selected", "begun")]
+    outcomes |= {name: f"{entry['outcome']}: {entry['said']}" for name, entry in entries.items() if name not in pending}
+    if ended.failure and not ended.failure.startswith("stopped"):  # pytest itself crashed, and was not stopped
+        outcomes |= {name: f"failed: {ended.failure}" for name in pending if entries[name]["outcome"] == "begun"}
+    for name, outcome in outcomes.items():
         if outcome.startswith("failed"):
-            report.fail(f"{name}: {outcome}")
-    counts = Counter(outcome.partition(":")[0] for outcome in done.values())
-    report.stage |= {"counts": dict(counts), "not_run": len(lines.keys() - done)}
+            session.fail(f"{name}: {outcome}")
+    counts = Counter(outcome.partition(":")[0] for outcome in outcomes.values())
+    session.stage |= {"counts": dict(counts), "not_run": len(entries.keys() - outcomes)}
     if not counts["passed"]:
-        report.fail(f"none of {len(lines)} tests passed; {ended.failure}")
+        session.fail(f"none of {len(entries)} tests passed; {ended.failure}")
 
 
-STAGES: dict[str, Callable[[Report], None]] = {
+STAGES: dict[str, Callable[[Session], None]] = {
     "build": build,
     "check": check,
     "tests": tests,
@@ -249,6 +253,7 @@ DEFAULT_STAGES = ("build", "check", "tests", "headline")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the stages. Returns the exit status: 1 if one of them failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=DEFAULT_STAGES)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything; default: %(default)g")
@@ -264,28 +269,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device.startswith("cuda") and shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         print("gpu.py needs an NVIDIA GPU: this machine has neither nvidia-smi nor its driver", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed then, and the report written
-    report = Report(options)
-    stages = report.data["stages"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills what runs, and writes the JSON
+    session = Session(options)
+    stages = session.data["stages"]
     for name in options.stages:
-        before = stages.get(name, {})
-        if name != "build" and before.get("status") in ("ok", "failed") and not before.get("not_run"):
+        earlier_stage = stages.get(name, {})
+        if name != "build" and earlier_stage.get("status") in ("ok", "failed") and not earlier_stage.get("not_run"):
             continue
-        now, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
-        report.stage = stages[name] = {"status": "stopped", "date": now}
-        print(f"{name}: begins, {report.end - start:.0f} s are left", flush=True)
+        date, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+        session.stage = stages[name] = {"status": "stopped", "date": date}
+        print(f"{name}: begins, {session.end - start:.0f} s are left", flush=True)
         try:
-            if report.end - start > 10:
-                STAGES[name](report)
-                report.stage["status"] = "failed" if "failures" in report.stage else "ok"
+            if session.end - start > 10:
+                STAGES[name](session)
+                session.stage["status"] = "failed" if "failures" in session.stage else "ok"
         finally:
-            report.stage["seconds"] = round(time.monotonic() - start, 1)
-            report.save()
+            session.stage["seconds"] = round(time.monotonic() - start, 1)
+            session.save()
     for name, stage in stages.items():
         print(f"{name:10} {stage['status']:8} {stage['seconds']:6.0f} s  {len(stage.get('failures', ()))} failures")
-    for name, reason in report.data["left_out"].items():
+    for name, reason in session.data["left_out"].items():
         print(f"left out: {name}: {reason[:200]}")
-    print(f"report: {report.path}")
+    print(f"report: {session.path}")
     return 0 if all(stage["status"] == "ok" for stage in stages.values()) else 1
 
 

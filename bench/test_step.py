@@ -4,8 +4,8 @@
     python -m pytest bench --benchmark-compare                  # after a change: beside what was saved last
     python -m pytest bench --set heads --benchmark-columns median,min,max,rounds
 
-Each result is compared with float64 first. Rounds of one implementation follow one another here; `grpo-kernels bench`,
-which interleaves them, is behind the README's tables.
+Each result is compared with float64 first. The rounds of an implementation follow one another here; `grpo-kernels
+bench`, which measured the tables of the README, interleaves them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from grpo_kernels.commands.bench.table import IMPLEMENTATIONS
 
 @lru_cache(maxsize=1)  # tests of one case follow one another
 def batch(case: Case, device: torch.device) -> Inputs:
+    """Returns the inputs of a case."""
     return off_policy(make_inputs(case, device))
 
 
 @lru_cache(maxsize=1)
 def exact(case: Case, device: torch.device, objective: str) -> Reference | None:
+    """Returns the exact result of a case, None without an objective."""
     return None if objective == "none" else reference(batch(case, device), case.mode, objective)
 
 
 def test_step(case: Case, name: str, device: torch.device, benchmark: Any) -> None:
-    inputs, right = batch(case, device), exact(case, device, IMPLEMENTATIONS[name].objective)
-    step, report = prepare(name, inputs, case.mode, right, device)
+    inputs, exact_result = batch(case, device), exact(case, device, IMPLEMENTATIONS[name].objective)
+    step, report = prepare(name, inputs, case.mode, exact_result, device)
     if step is None and "missing" in report:
         pytest.skip(f"{name}: {report['missing']}")
     assert step is not None, report["error"]

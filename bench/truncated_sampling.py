@@ -1,4 +1,4 @@
-"""Truncated sampling: what an engine's rounding changes of the kept ids, and what TRL's trainer learns over them.
+"""Truncated sampling: how an engine's rounding changes the kept ids, and how TRL's trainer learns with them.
 
     python bench/truncated_sampling.py rounding    SmolLM2-135M-Instruct, which `make demo-chat` installs: ten minutes
     python bench/truncated_sampling.py learning    a model of 140,000 parameters learns the times table: ten minutes
@@ -39,42 +39,47 @@ RULES = {
 
 @torch.no_grad()
 def rounding() -> dict[str, Any]:
-    """Engines sample the next token of given texts, a float32 trainer scores it. One engine rounds only the logits to
-    bfloat16, the other computes all in it."""
+    """Returns how far the kept ids and ratios of engines that round are from those of a float32 trainer.
+
+    The engines sample the next token of texts of the model. One rounds only the logits to bfloat16, the other computes
+    everything in it.
+    """
     lm, tokenizer = chat_model()
     torch.manual_seed(0)
     prompts, texts = stories(lm, tokenizer)
     hidden, weight = states(lm, prompts, texts), lm.get_output_embeddings().weight.clone()
     engines = {"bfloat16 logits": (hidden @ weight.T).bfloat16().float()}
     engines["bfloat16 model"] = (states(lm.bfloat16(), prompts, texts) @ weight.bfloat16().T).float()
-    found: dict[str, Any] = {"tokens": len(hidden)}
-    for engine, z in engines.items():
-        found[engine] = {name: compared(hidden, weight, z, rule) for name, rule in RULES.items()}
-    return found
+    result: dict[str, Any] = {"tokens": len(hidden)}
+    for engine, logits in engines.items():
+        result[engine] = {name: compared(hidden, weight, logits, rule) for name, rule in RULES.items()}
+    return result
 
 
-def compared(hidden: Tensor, weight: Tensor, z: Tensor, rule: dict[str, Any]) -> dict[str, Any]:
-    """Of an engine's logits z (N, V): how its kept ids differ, and the ratio trainer / engine over sets of ids."""
-    theirs, ours = (truncate(x, Truncation(**rule)) for x in (z, hidden @ weight.T))
-    processed = z.masked_fill(~theirs, -torch.inf).log_softmax(1)
-    ids = torch.multinomial(processed.exp(), 1)
-    own = sampling_support(hidden, weight, ids[:, 0], **rule)
-    engine = SamplingMask(theirs.nonzero()[:, 1].int(), theirs.sum(1))
-    found: dict[str, Any] = {
-        "kept ids": mean(theirs.sum(1)),
-        "tokens with other ids": mean((ours != theirs).any(1)),
-        "sampled ids added": mean(own.added),
+def compared(hidden: Tensor, weight: Tensor, logits: Tensor, rule: dict[str, Any]) -> dict[str, Any]:
+    """Returns how the kept ids of an engine with logits z (N, V) differ, and the ratios trainer / engine."""
+    engine_keeps, trainer_keeps = (truncate(x, Truncation(**rule)) for x in (logits, hidden @ weight.T))
+    engine_log_p = logits.masked_fill(~engine_keeps, -torch.inf).log_softmax(1)
+    ids = torch.multinomial(engine_log_p.exp(), 1)
+    recomputed = sampling_support(hidden, weight, ids[:, 0], **rule)
+    engine_mask = SamplingMask(engine_keeps.nonzero()[:, 1].int(), engine_keeps.sum(1))
+    comparison: dict[str, Any] = {
+        "kept ids": mean(engine_keeps.sum(1)),
+        "tokens with other ids": mean((trainer_keeps != engine_keeps).any(1)),
+        "sampled ids added": mean(recomputed.added),
     }
-    for name, mask in (("all", None), ("engine", engine), ("recomputed", own)):
+    for name, mask in (("all", None), ("engine", engine_mask), ("recomputed", recomputed)):
         logps, _ = fused_logps(hidden, weight, ids[:, 0], sampling_mask=mask)
-        off = (logps - processed.gather(1, ids)[:, 0]).exp() - 1
-        found[name] = {
-            "mean ratio": 1 + mean(off), "mean error": mean(off.abs()), "outside [0.9, 1.1]": mean(off.abs() > 0.1)
+        ratio_error = (logps - engine_log_p.gather(1, ids)[:, 0]).exp() - 1
+        comparison[name] = {
+            "mean ratio": 1 + mean(ratio_error), "mean error": mean(ratio_error.abs()),
+            "outside [0.9, 1.1]": mean(ratio_error.abs() > 0.1),
         }  # fmt: skip
-    return found
+    return comparison
 
 
 def mean(x: Tensor) -> float:
+    """Returns the mean, computed in float64."""
     return x.double().mean().item()
 
 
@@ -86,13 +91,16 @@ PAIRS = [(a, b) for a in range(2, 10) for b in range(2, 10)]
 
 
 def learning() -> dict[str, Any]:
-    """An engine samples with top_k and returns log-probabilities over the ids that it kept, as vLLM does. TRL weighs
-    sequences by the ratio of the trainer's own to these, its default."""
+    """Returns the logs of TRL's trainer and of ours, for SEEDS seeds each.
+
+    The engine samples with top_k and returns log-probabilities over the ids that it kept, as vLLM does. TRL, by
+    default, weighs sequences by the ratio of the trainer's log-probabilities to these.
+    """
     return {"runs": {name: [run(name, seed) for seed in range(SEEDS)] for name in ("TRL", "FusedGRPOTrainer")}}
 
 
 def policy(seed: int) -> Any:
-    """A model that knows a little: 30 steps of supervised training."""
+    """Returns a model that knows a little of the task, from 30 steps of supervised training."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -111,28 +119,31 @@ def policy(seed: int) -> Any:
 
 
 def answer(a: int, b: int) -> list[int]:
+    """Returns the two digits of a product."""
     return [a * b // 10, a * b % 10]
 
 
 def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of right digits, and of the end."""
-    found = []
+    """Returns the share of right tokens in each completion: two digits and the end."""
+    shares = []
     for prompt, ids in zip(prompts, completion_ids, strict=True):
-        right = [*answer(int(prompt[0]), int(prompt[4])), EOS]
-        found.append(sum(x == y for x, y in zip(ids, right, strict=False)) / 3)
-    return found
+        correct = [*answer(int(prompt[0]), int(prompt[4])), EOS]
+        shares.append(sum(x == y for x, y in zip(ids, correct, strict=False)) / 3)
+    return shares
 
 
 def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Returns prompts, completions and their log-probabilities, as TRL asks of a rollout function."""
     ids = trainer.processing_class(prompts)["input_ids"]
     lm = trainer.accelerator.unwrap_model(trainer.model)
     arguments = TrainArguments(max_completion_length=3, top_k=TOP_K)
-    found = generate(lm, ids, arguments, ends=[EOS], pad_id=PAD)
-    logps = [x.logps.tolist() for x in found if x.logps is not None]
-    return {"prompt_ids": ids, "completion_ids": [x.ids for x in found], "logprobs": logps}
+    completions = generate(lm, ids, arguments, ends=[EOS], pad_id=PAD)
+    logps = [completion.logps.tolist() for completion in completions if completion.logps is not None]
+    return {"prompt_ids": ids, "completion_ids": [completion.ids for completion in completions], "logprobs": logps}
 
 
 def run(name: str, seed: int) -> dict[str, list[float]]:
+    """Trains once. Returns what was logged at each step."""
     words = {**{str(i): i for i in DIGITS}, "x": TIMES, "=": EQUALS, "<eos>": EOS, "<pad>": PAD}
     trainer = trainer_of(
         name, policy(seed), make_tokenizer(words), [f"{a} x {b} =" for a, b in PAIRS], reward, engine,
@@ -149,12 +160,13 @@ def run(name: str, seed: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
+    """Runs the measurement that the command names, and writes its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("rounding", "learning"))
-    what = parser.parse_args().what
+    measurement = parser.parse_args().what
     warnings.filterwarnings("ignore")
-    found = rounding() if what == "rounding" else learning()
-    write(RESULTS / f"{what}.json", {"environment": environment(torch.device("cpu")), **found})
+    result = rounding() if measurement == "rounding" else learning()
+    write(RESULTS / f"{measurement}.json", {"environment": environment(torch.device("cpu")), **result})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What implementations share; those of plain PyTorch: the bare matrix products, eager, compiled eager."""
+"""What all implementations share, and those in plain PyTorch: the bare matrix products, eager, compiled eager."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .inputs import Inputs, grpo_objective, token_divergences
 
 
 class Result(NamedTuple):
-    """What one call gives: loss () and logps (B, T), detached; dhidden (N, H) or as hidden; dweight (V, H).
+    """The result of one call: loss () and logps (B, T), detached; dhidden (N, H) or (B, T, H); dweight (V, H).
 
     Mode "frozen" requires loss and dhidden, "forward" logps, the others loss, dhidden and dweight. More is allowed.
-    metrics say what was measured, such as how sparse a gradient is.
+    metrics are numbers about the call, such as the sparsity of a gradient.
     """
 
     loss: Tensor | None = None
@@ -31,15 +31,16 @@ Step = Callable[[Inputs], Result]
 
 
 class Unsupported(Exception):
-    """An implementation cannot run here, or has nothing for this mode, type or size; the message says why."""
+    """An implementation cannot run here, or does not serve this mode, type or size; the message says why."""
 
 
 class Implementation(NamedTuple):
     """One way to compute a case.
 
-    `make_step(inputs, mode)` gives the function that is timed, or raises `Unsupported`. `objective` is what its results
-    are compared with: "grpo"; "cross_entropy", mean -logp, a yardstick that does the same matrix products; or "none".
-    An `estimate` is right in expectation: its error has no bound that rounding sets. It has these `modes`.
+    `make_step(inputs, mode)` returns the function that is timed, or raises `Unsupported`. `objective` names what its
+    results are compared with: "grpo"; "cross_entropy", the mean of -logp, for yardsticks with the same matrix products;
+    or "none". An `estimate` is right in expectation only: its error may exceed what rounding explains. `modes` are
+    those that it serves.
     """
 
     title: str
@@ -49,19 +50,19 @@ class Implementation(NamedTuple):
     modes: tuple[str, ...] = tuple(MODES)
 
     def step(self, inputs: Inputs, mode: str) -> Step:
-        """Returns `make_step(inputs, mode)`; `Unsupported` for another mode."""
+        """Returns `make_step(inputs, mode)`; raises `Unsupported` for a mode that is not in `modes`."""
         if mode not in self.modes:
             raise Unsupported(f"has no mode {mode}")
         return self.make_step(inputs, mode)
 
 
-def gradients(found: Result, inputs: Inputs) -> Result:
-    """Backward of a result's loss by autograd, to the inputs that require gradients."""
-    assert found.loss is not None
+def gradients(result: Result, inputs: Inputs) -> Result:
+    """Adds dhidden, and dweight where the weight requires it, to a result: the gradients of its loss, by autograd."""
+    assert result.loss is not None
     leaves = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
-    dhidden, *rest = torch.autograd.grad(found.loss, leaves)
-    logps = None if found.logps is None else found.logps.detach()
-    return Result(found.loss.detach(), logps, dhidden, rest[0] if rest else None, found.metrics)
+    dhidden, *weight_gradient = torch.autograd.grad(result.loss, leaves)
+    logps = None if result.logps is None else result.logps.detach()
+    return Result(result.loss.detach(), logps, dhidden, weight_gradient[0] if weight_gradient else None, result.metrics)
 
 
 def make_step(
@@ -70,8 +71,11 @@ def make_step(
     loss: Callable[[Inputs], Result] | None = None,
     divergence: Callable[[Inputs], Tensor] | None = None,
 ) -> Step:
-    """Returns the step of an implementation that gives log-probabilities (B, T), a loss (), which may bring them along,
-    and the divergence () to a teacher; without `loss` the objective in plain torch is on top of the log-probabilities.
+    """Returns the step of an implementation, from functions of the inputs.
+
+    `logps` returns log-probabilities (B, T). `loss` returns a result with the loss (), and logps where it has them;
+    without it the objective in plain torch is applied to `logps`. `divergence` returns the divergence () to a teacher;
+    without it modes of a divergence raise `Unsupported`.
     """
     if mode in DIVERGENCES and divergence is None:
         raise Unsupported("has no divergence to a teacher's distribution")
@@ -84,18 +88,18 @@ def make_step(
             return gradients(Result(divergence(inputs)), inputs)
         if loss is not None:
             return gradients(loss(inputs), inputs)
-        found = logps(inputs)
-        return gradients(Result(grpo_objective(found, inputs), found), inputs)
+        token_logps = logps(inputs)
+        return gradients(Result(grpo_objective(token_logps, inputs), token_logps), inputs)
 
     return step
 
 
 def floor(inputs: Inputs, mode: str) -> Step:
-    """The matrix products that this mode needs, at full N, and nothing else; a teacher needs one more.
+    """Returns the step that computes the matrix products of this mode over all N rows, and nothing else.
 
-    The (N, V) buffer is allocated once, outside the time: a fused loss has no such buffer, and filling fresh pages
-    would raise the floor. The gradients are allocated in every step, since every implementation has to return
-    fresh ones. The logits stand in for their gradient, which has the same shape and type.
+    A teacher adds one product. The (N, V) buffer is allocated once, outside of the timed calls: a fused loss has no
+    such buffer, and first writes to fresh pages would raise the floor. The gradients are allocated in every call, since
+    every implementation returns fresh ones. The logits stand in for their gradient, which has the same shape and type.
     """
     hidden, weight = inputs.flat_hidden.detach(), inputs.weight.detach()
     logits = hidden.new_empty(len(hidden), len(weight))
@@ -113,18 +117,18 @@ def floor(inputs: Inputs, mode: str) -> Step:
 
 
 def eager(inputs: Inputs, mode: str, transform: Callable[..., Any] = lambda function: function) -> Step:
-    """The objective in the same graph as the head."""
+    """Returns the step of plain PyTorch: head and objective in one graph, which `transform` may compile."""
 
     def logps(inputs: Inputs) -> Tensor:
         logits = (inputs.hidden @ inputs.weight.T).float()
-        out = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
-        if out is not None:
-            logits = logits.masked_fill(out.view(logits.shape), -torch.inf)
+        excluded = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
+        if excluded is not None:
+            logits = logits.masked_fill(excluded.view(logits.shape), -torch.inf)
         return logits.log_softmax(-1).gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
 
     def loss(inputs: Inputs) -> Result:
-        found = logps(inputs)
-        return Result(grpo_objective(found, inputs), found)
+        token_logps = logps(inputs)
+        return Result(grpo_objective(token_logps, inputs), token_logps)
 
     def divergence(inputs: Inputs) -> Tensor:
         assert inputs.teacher is not None

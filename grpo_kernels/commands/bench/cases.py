@@ -1,4 +1,4 @@
-"""The data of the benchmarks: heads of real models, what one measurement is, and named sets of them."""
+"""The data of the benchmarks: heads of real models, cases, and named sets of cases."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 LENGTH = 1024  # tokens per completion, where the batch is large enough
 GENERATIONS = 4  # completions per prompt, unless a case says otherwise
-DIVERGENCES = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}  # TRL's and Liger's beta
+DIVERGENCES = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}  # the beta of TRL and Liger
 MODES = {
     "step": "loss, forward and backward, lm_head trained",
     "frozen": "loss, forward and backward, lm_head frozen",
     "forward": "log-probabilities of the sampled ids under no_grad",
     **dict.fromkeys(DIVERGENCES, "divergence to a teacher's distribution, forward and backward, lm_head trained"),
 }
-WHOLE = {  # modes of a whole model with this head
+MODEL_MODES = {  # modes of a whole model with this head
     "trainer": "a micro-batch of TRL's trainer: forward, loss and backward",
     "sampling": "completions of eight to a prompt, none of which ends early",
     "train": "a step of grpo-kernels train: sampling and an update",
@@ -33,19 +33,21 @@ HEADS = {  # (H, V) of the lm_head
     "qwen3.5": (2048, 248320),
     "gemma-3": (2560, 262144),
     "deepseek-v3": (7168, 129280),
-    "tiny": (64, 2048),  # of no model: to try the benchmarks themselves
+    "tiny": (64, 2048),  # no model's: for trying the benchmarks themselves
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: N = `tokens` in N / T completions of T = `length`, `generations` adjacent ones to a prompt.
+    """What is measured: N = `tokens` in completions of `length` T, `generations` adjacent ones for each prompt.
 
-    `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term. `masked_share` of
-    the completions have a sampling mask of `kept_ids` ids for each token, on average if `skewed`: the counts are then
-    those of `skewed_counts`. With 0 there is no mask. Ids are uniform in the vocabulary, and the policy's entropy is
-    within 2 nats of the most there is; or the policy's mean entropy is `entropy`, in nats, and ids are its samples; or
-    hidden states, weight and ids are those of SmolLM2-135M-Instruct, sampled at this `temperature`.
+    `idle_share` of the prompts have equal rewards, hence advantages of 0. `beta` is the weight of the k3 term.
+    `masked_share` of the completions have a sampling mask, of `kept_ids` ids for each token; if `skewed`, `kept_ids` is
+    the mean of `skewed_counts`. With `kept_ids` 0 there is no mask.
+
+    With `temperature`, hidden states, weight and ids are those of SmolLM2-135M-Instruct, sampled at this temperature.
+    With `entropy`, ids are sampled from a random policy of this mean entropy, in nats. With neither, ids are uniform
+    and the policy's entropy is within 2 nats of log V.
     """
 
     head: str
@@ -91,7 +93,7 @@ class Case:
 
 
 def make_case(shape: str, dtype: str = "bfloat16", *, length: int | None = None, **options: Any) -> Case:
-    """A case from a shape as `parse_shape` reads it; completions of `length` tokens, or of up to `LENGTH`."""
+    """Returns a case of a shape, as `parse_shape` reads it; completions have up to LENGTH tokens by default."""
     head, tokens, hidden_size, vocab_size = parse_shape(shape)
     generations = options.get("generations", GENERATIONS)
     length = length or max(1, min(LENGTH, tokens // generations))
@@ -99,10 +101,10 @@ def make_case(shape: str, dtype: str = "bfloat16", *, length: int | None = None,
 
 
 def parse_shape(text: str) -> tuple[str, int, int, int]:
-    """(head, N, H, V) of "qwen2.5-7b:16384", a head of HEADS, or of "16384x3584x152064"."""
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if found:
-        tokens, hidden_size, vocab_size = map(int, found.groups())
+    """Returns (head, N, H, V) of "qwen2.5-7b:16384", with a head of HEADS, or "16384x3584x152064"; else ValueError."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if match:
+        tokens, hidden_size, vocab_size = map(int, match.groups())
         names = {sizes: name for name, sizes in HEADS.items()}
         return names.get((hidden_size, vocab_size), "custom"), tokens, hidden_size, vocab_size
     head, _, tokens_text = text.partition(":")
@@ -126,9 +128,9 @@ MASKED = ("ours", "ours-unmasked", "floor")
 SPARSE = ("ours", "ours-2^-*", "floor")
 CHUNKED = ("ours-float32-*", "eager")
 PRECISE = ("ours-1-chunks", "ours-8-chunks", "ours-float32", "eager", "torch-chunked", "trl")
-SEVERAL = ("ours", "ours-teacher*", "ours-logps", "ours-several")
-FINDING = ("ours", "ours-several", "ours-top", "ours-min_p*", "ours-top_*")
-WEIGHED = (*PLAIN, "trl", "liger")
+SEVERAL_IDS = ("ours", "ours-teacher*", "ours-logps", "ours-several")
+SEARCHES = ("ours", "ours-several", "ours-top", "ours-min_p*", "ours-top_*")
+COMMON = (*PLAIN, "trl", "liger")
 WHOLES = {"trainer": ("trl-trainer", "ours-patch_trl", "ours-trainer"), "train": ("ours-train",)}
 WHOLES["sampling"] = "ours-sampling", "ours-graphs", "vllm"
 BOTH = ("float32", "bfloat16")
@@ -136,10 +138,10 @@ BOTH = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Job:
-    """A case, and the implementations measured in it: `select(against)` of peers.py.
+    """A case, and the implementations measured in it: patterns as `select` of table.py takes them.
 
-    memory: patterns of those whose memory a CPU measures too; a GPU measures that of everybody who is timed.
-    rounds: of timing, 0 for memory only; None: as the command says.
+    memory: patterns of those whose memory is measured on a CPU; on a GPU that of every timed implementation is. rounds:
+    of timing; 0 measures memory only, None takes the command's number.
     """
 
     case: Case
@@ -149,31 +151,32 @@ class Job:
 
 
 def jobs(name: str, device_type: str) -> list[Job]:
-    """The jobs of a set for "cpu" or "cuda", most valuable first. A case that comes again is left out."""
-    found: dict[Case, Job] = {}
+    """Returns the jobs of a set for "cpu" or "cuda", most valuable first, and each case once."""
+    unique_jobs: dict[Case, Job] = {}
     for job in SETS[name][device_type]:
-        found.setdefault(job.case, job)
-    return list(found.values())
+        unique_jobs.setdefault(job.case, job)
+    return list(unique_jobs.values())
 
 
 def _jobs(shape: Any, against: tuple[str, ...], memory: Any = (), rounds: Any = None, **fields: Any) -> list[Job]:
-    """One, or where the shape or a field of the case is a tuple, one per value."""
-    swept = [value if isinstance(value, tuple) else (value,) for value in (shape, *fields.values())]
-    points = [dict(zip(("shape", *fields), values, strict=True)) for values in itertools.product(*swept)]
-    return [Job(make_case(**point), against, memory, rounds) for point in points]
+    """Returns a job, or one for each combination where the shape or a field of the case is a tuple of values."""
+    choices = [value if isinstance(value, tuple) else (value,) for value in (shape, *fields.values())]
+    combinations = [dict(zip(("shape", *fields), values, strict=True)) for values in itertools.product(*choices)]
+    return [Job(make_case(**point), against, memory, rounds) for point in combinations]
 
 
 def _counts(head: str, most: int) -> tuple[str, ...]:
-    """From 128 tokens to `most`."""
+    """Returns shapes of a head with 128, 256, 512, ... tokens, up to `most`."""
     return tuple(f"{head}:{2**power}" for power in range(7, most.bit_length()))
 
 
 def _lengths(head: str, lengths: tuple[int, ...], against: tuple[str, ...], **options: Any) -> list[Job]:
-    """Of 8 completions."""
+    """Returns jobs of 8 completions, one for each length."""
     return [job for length in lengths for job in _jobs(f"{head}:{8 * length}", against, length=length, **options)]
 
 
 def _whole(mode: str, shape: Any, length: int, **options: Any) -> list[Job]:
+    """Returns jobs of a whole model, with 8 completions per prompt."""
     return _jobs(shape, WHOLES[mode], mode=mode, length=length, generations=8, **options)
 
 
@@ -182,14 +185,14 @@ _SHARES = (0.0, 0.5, 0.25, 0.75)
 SETS: dict[str, dict[str, list[Job]]] = {
     "quick": {
         "cpu": [
-            # The cheap ones first: products of bfloat16 take minutes on CPUs without instructions for them.
+            # Cheap cases first: bfloat16 products take minutes on CPUs without instructions for them.
             *_jobs("smollm2-135m:256", (*BARE, "trl"), dtype="float32"),
             *_jobs("smollm2-135m:256", (*BARE, "trl"), mode="forward"),
             *_jobs("smollm2-135m:256", RIVALS, memory=BARE),
         ],
         "cuda": [*_jobs("qwen2.5-1.5b:8192", RIVALS, mode=("step", "forward")), *_jobs("llama-3-8b:4096", RIVALS)],
     },
-    # The heads of real models: forward and backward, what it takes in memory; on a GPU also the other modes.
+    # Heads of real models: time and memory of forward and backward; on a GPU also the other modes.
     "heads": {
         "cpu": [
             *_jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, memory=(*BARE, "trl"), length=256),
@@ -198,7 +201,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs("llama-3.2-1b:256", NEAREST, dtype=BOTH, length=64),
             *_jobs(("qwen3.5:128", "gemma-3:128", "deepseek-v3:128"), NEAREST),
         ],
-        # A GPU is lent for minutes: the peers first; compiled eager compiles for half of one.
+        # Peers first, in case time runs out. Compiled eager, which compiles for half a minute, is in few cases.
         "cuda": [
             *_jobs(_GPU_HEADS[0], (*PEERS, "verl-torch", "cut-cross-entropy", "ours-sparse")),
             *_jobs("llama-3-8b:16384", (*BARE, "ours-cuda", "ours-triton", "trl"), mode="forward"),
@@ -211,12 +214,12 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs(_counts("qwen2.5-1.5b", 1024), BARE),
         ],
     },
-    # Every backend of this library beside the three bare products.
+    # Every backend of this library, and the three bare products.
     "headline": {
         "cpu": _jobs("smollm2-135m:2048", ("ours", "ours-cpu", "ours-torch", "floor"), dtype=BOTH, length=256),
         "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda", "ours-triton", "ours-sparse", "floor")),
     },
-    # What the host takes, where products take next to nothing.
+    # Time of the host: the products take next to none.
     "host": {
         kind: [
             *_jobs("64x16x64", PLAIN, dtype="float32", length=8, beta=(0.0, 0.04), rounds=200),
@@ -224,8 +227,8 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ]
         for kind in ("cpu", "cuda")
     },
-    # Time against kept ids: those that a peer's engine kept, and equally many of each token; half of the tokens masked;
-    # scoring only.
+    # Time by number of kept ids: as many as a peer's engine kept, and equally many for each token; a mask for half of
+    # the tokens; scoring only.
     "masks": {
         kind: [
             *_jobs(shape, MASKED, memory=MASKED[:2], kept_ids=8, skewed=True, **options),
@@ -238,22 +241,22 @@ SETS: dict[str, dict[str, list[Job]]] = {
             ("cuda", "llama-3-8b:16384", {}),
         )
     },
-    # The share of prompts whose rewards are all equal, which have no gradient without KL; few tokens, where launches
-    # cost more than products, to many; peak memory against the length of 8 completions.
+    # Time by share of prompts whose rewards are all equal, which have no gradient without KL; time by number of tokens,
+    # from few, where launches cost more than products, to many; peak memory by length of 8 completions.
     "sweeps": {
         "cpu": [
-            *_jobs("smollm2-135m:1024", (*IDLE, *WEIGHED[1:]), idle_share=_SHARES, beta=0.0, length=64),
+            *_jobs("smollm2-135m:1024", (*IDLE, *COMMON[1:]), idle_share=_SHARES, beta=0.0, length=64),
             *_jobs("smollm2-135m:1024", IDLE, dtype="float32", idle_share=(0.0, 0.5), beta=0.0, length=64),
             *_jobs(_counts("smollm2-135m", 2048), NEAREST),
-            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024), WEIGHED, rounds=0, memory=WEIGHED),
+            *_lengths("qwen2.5-0.5b", (128, 256, 512, 1024), COMMON, rounds=0, memory=COMMON),
         ],
         "cuda": [
-            *_jobs("qwen2.5-1.5b:16384", (*IDLE, *WEIGHED[1:]), idle_share=(*_SHARES, 1.0), beta=0.0, length=512),
+            *_jobs("qwen2.5-1.5b:16384", (*IDLE, *COMMON[1:]), idle_share=(*_SHARES, 1.0), beta=0.0, length=512),
             *_jobs(_counts("qwen2.5-1.5b", 65536), NEAREST),
-            *_lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*WEIGHED, "floor", "verl*")),
+            *_lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*COMMON, "floor", "verl*")),
         ],
     },
-    # What a gradient of few entries costs and how far off it is, by the entropy of the policy.
+    # Time and error of sparse gradients of the logits, by entropy of the policy.
     "sparse": {
         "cpu": [
             *_jobs("smollm2-135m:2048", SPARSE, memory=SPARSE[:2], dtype=BOTH, length=256, temperature=(0.7, 1.0)),
@@ -261,12 +264,12 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ],
         "cuda": _jobs(_GPU_HEADS[:2], SPARSE, entropy=(1.0, 2.5, 5.0)),
     },
-    # What adding up the shares of chunks in 16 bits rounds of the weight's gradient.
+    # Rounding errors of the weight's gradient where the sum over chunks has 16 bits.
     "dweight": {
         "cpu": _jobs("smollm2-135m:2048", CHUNKED, rounds=1, length=256, temperature=(0.7, 1.0)),
         "cuda": _jobs(_GPU_HEADS[:2], CHUNKED, rounds=1, entropy=(1.0, 2.5)),
     },
-    # Errors against float64, of random ids and of a policy's samples.
+    # Errors against float64, for random ids and for ids that the policy sampled.
     "precision": {
         "cpu": [
             *_jobs(
@@ -285,30 +288,30 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ],
         "cuda": _jobs(_GPU_HEADS[:2], TEACHERS, mode=("reverse_kl", "jsd")),
     },
-    # Several ids per token: a teacher on the policy's likeliest ids beside a step, their log-probabilities with and
-    # without a gradient, and finding those that a sampler would keep beside scoring.
+    # Several ids per token: a step with a teacher on the policy's likeliest ids, log-probabilities of several ids with
+    # and without a gradient, and the search for the ids that a sampler would keep.
     "top-k": {
         kind: [
-            *_jobs(shape, SEVERAL, dtype=dtype, beta=0.0),
-            *_jobs(shape, FINDING, dtype=dtype, mode="forward"),
+            *_jobs(shape, SEVERAL_IDS, dtype=dtype, beta=0.0),
+            *_jobs(shape, SEARCHES, dtype=dtype, mode="forward"),
         ]
         for kind, shape, dtype in (("cpu", "smollm2-135m:1024", "float32"), ("cuda", "llama-3-8b:16384", "bfloat16"))
     },
-    # Of a whole model.
+    # Whole models.
     "trainer": {
         "cpu": _whole("trainer", "smollm2-135m:1024", 128, dtype="float32", memory=WHOLES["trainer"], rounds=7),
         "cuda": _whole("trainer", "qwen2.5-0.5b:32768", 4096),
     },
     "sampling": {
         kind: [
-            *_whole("sampling", first, length),
-            *_whole("train", first, length),
-            *_whole("sampling", others, length),
+            *_whole("sampling", shape, length),
+            *_whole("train", shape, length),
+            *_whole("sampling", sampling_shapes, length),
         ]
-        for kind, first, others, length in (
+        for kind, shape, sampling_shapes, length in (
             ("cpu", "tiny:96", "tiny:48", 6),
             ("cuda", "qwen2.5-0.5b:8192", ("qwen2.5-0.5b:32768", "qwen2.5-0.5b:2048"), 128),
         )
     },
 }
-SETS["targets"] = SETS["heads"]  # its name in committed results
+SETS["targets"] = SETS["heads"]  # the name of this set in committed results

@@ -13,24 +13,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ...trainer.files import replacing
-from .machine import OUT_OF_MEMORY, Document
+from .machine import OUT_OF_MEMORY, Document, Record, Report
 
-WIDTH, DPI = 9.0, 200  # inches: two pixels for each of the 900 that a README shows
+WIDTH, DPI = 9.0, 200  # inches, pixels per inch: twice the 900 pixels that a README shows
 STYLE = {"figure.constrained_layout.use": True, "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left"}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True}
 STYLE |= {"grid.color": "#e6e6e6", "lines.linewidth": 1.3, "lines.markersize": 4}
 GREY = "#6b6b6b"
-CUT = 4.0  # times the floor: farther ones end there, with their number, or the others would touch
+CUT = 4.0  # times the floor; longer bars end there, so that the others differ visibly
 COLOURS = {"ours": "#d1410c", "eager": GREY, "compiled": "#989898", "trl": "#0b6fb3", "quack": "#b89600"}
 COLOURS |= {"liger": "#0a8f6a", "liger-native": "#4fb08e", "verl": "#8e44ad", "verl-torch": "#b583c9"}
 COLOURS |= {"cut-cross-entropy": "#8c6d31"}
 
 
-def draw(document: Document, folder: Path, prefix: str = "", wanted: str = "") -> list[Path]:
-    """Writes a PNG, named after `prefix` and the picture, for each (or the `wanted` one) that the document can fill."""
+def draw(document: Document, folder: Path, prefix: str = "", selected: str = "") -> list[Path]:
+    """Draws `prefix` + name + ".png" for each picture, or the `selected` one, that has data. Returns the files."""
     written = []
     for name, picture in PICTURES.items():
-        if wanted in ("", name) and (figure := picture(document)) is not None:
+        if selected in ("", name) and (figure := picture(document)) is not None:
             written.append(folder / f"{prefix}{name}.png")
             with replacing(written[-1]) as file:
                 figure.savefig(file, dpi=DPI, format="png")
@@ -38,17 +38,17 @@ def draw(document: Document, folder: Path, prefix: str = "", wanted: str = "") -
 
 
 def sheet(document: Document, title: str, panels: int, row_height: float) -> tuple[Figure, Any]:
-    """Returns a figure with axes in two columns; in small print below, where the document was measured, and when."""
-    where = document["environment"]
-    machine = f"{where['device']}, driver {where['driver']}"
-    if where["device"] == "cpu":
-        machine = f"{where['cpu']}, {where['threads']} threads, {where['cpu_capability']}"
-    versions = [f"{package} {version}" for package, version in where["versions"].items() if version]
+    """Returns a figure and `panels` axes in two columns; small print below has machine, versions and date."""
+    environment = document["environment"]
+    machine = f"{environment['device']}, driver {environment['driver']}"
+    if environment["device"] == "cpu":
+        machine = f"{environment['cpu']}, {environment['threads']} threads, {environment['cpu_capability']}"
+    versions = [f"{package} {version}" for package, version in environment["versions"].items() if version]
     columns = min(2, panels)
     rows = math.ceil(panels / columns)
     figure = Figure(figsize=(WIDTH, rows * row_height + 0.7))  # no pyplot: no display, no global state
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
-    small_print = textwrap.fill(", ".join([machine, *versions, where["date"][:10]]), 175)
+    small_print = textwrap.fill(", ".join([machine, *versions, environment["date"][:10]]), 175)
     figure.supxlabel(small_print, x=0.01, ha="left", fontsize=6.5, color=GREY)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes[panels:]:
@@ -58,59 +58,60 @@ def sheet(document: Document, title: str, panels: int, row_height: float) -> tup
 
 @rc_context(STYLE)
 def time(document: Document) -> Figure | None:
-    """Time of a step over that of the bare products: a panel per case of a real head; in it the fastest on top."""
+    """Draws the time of a step over that of the bare products: a panel for each head of a model, the fastest on top."""
     panels = []
-    for case in _steps(document):
-        found = [(_value(entry, "ratio_to_floor"), name, entry["title"]) for name, entry in _peers(case)]
-        rows = sorted((ratio, name, title) for ratio, name, title in found if ratio is not None)
-        panels += [(case["case"], rows)] if len(rows) > 1 else []
+    for record in _steps(document):
+        ratios = [(_value(report, "ratio_to_floor"), name, report["title"]) for name, report in _peers(record)]
+        rows = sorted((ratio, name, title) for ratio, name, title in ratios if ratio is not None)
+        panels += [(record["case"], rows)] if len(rows) > 1 else []
     if not panels:
         return None
     height = 0.15 * max(len(rows) for _, rows in panels) + 0.75
     title = "Time over that of the bare matrix products: forward and backward"
     figure, axes = sheet(document, title, len(panels), height)
-    for axis, (of, rows) in zip(axes, panels, strict=True):
+    for axis, (case, rows) in zip(axes, panels, strict=True):
         colours, lengths = [COLOURS.get(name, GREY) for _, name, _ in rows], [min(ratio, CUT) for ratio, *_ in rows]
         axis.barh(range(len(rows)), lengths, color=colours, height=0.6)
-        ends = [f"{ratio:.2f}×" if ratio < math.inf else OUT_OF_MEMORY for ratio, *_ in rows]
-        axis.set_yticks(range(len(rows)), [f"{row[2]}: {end}" for row, end in zip(rows, ends, strict=True)])
+        labels = [f"{ratio:.2f}×" if ratio < math.inf else OUT_OF_MEMORY for ratio, *_ in rows]
+        axis.set_yticks(range(len(rows)), [f"{row[2]}: {label}" for row, label in zip(rows, labels, strict=True)])
         axis.yaxis.tick_right()
-        name = f"{of['head']}, N {of['tokens']:,}, H {of['hidden_size']:,}, V {of['vocab_size']:,}, {of['dtype']}"
-        axis.set(title=name, xlabel="time over that of the bare products", ylim=(len(rows) - 0.4, -0.6))
+        name = f"{case['head']}, N {case['tokens']:,}, H {case['hidden_size']:,}, V {case['vocab_size']:,}"
+        axis.set(title=f"{name}, {case['dtype']}", xlabel="time over that of the bare products")
+        axis.set_ylim(len(rows) - 0.4, -0.6)
         axis.axvline(1.0, color="black", linewidth=0.8)
     return figure
 
 
 @rc_context(STYLE)
 def memory(document: Document) -> Figure | None:
-    """Peak memory against the length of completions, of the first head that has three lengths of equally many: a curve
-    per implementation, with crosses at the top where memory ran out."""
-    groups: dict[Any, list[Document]] = {}
-    for case in _steps(document):
-        of = case["case"]
-        if "peak_bytes" in case["implementations"].get("ours", {}):
-            groups.setdefault((of["head"], of["dtype"], of["tokens"] // of["length"]), []).append(case)
-    cases = next((group for group in groups.values() if len(group) > 2), [])
-    if not cases:
+    """Draws peak memory by length of completions, for the first head with three lengths of equally many completions: a
+    curve for each implementation, with crosses at the top where memory ran out."""
+    groups: dict[Any, list[Record]] = {}
+    for record in _steps(document):
+        case = record["case"]
+        if "peak_bytes" in record["implementations"].get("ours", {}):
+            groups.setdefault((case["head"], case["dtype"], case["tokens"] // case["length"]), []).append(record)
+    records = next((group for group in groups.values() if len(group) > 2), [])
+    if not records:
         return None
     curves: dict[str, dict[int, float]] = {}
     titles = {}
-    for case in cases:
-        for name, entry in _peers(case):
-            titles[name] = entry["title"]
-            if (peak := _value(entry, "peak_bytes")) is not None:
-                curves.setdefault(name, {})[case["case"]["length"]] = peak / 2**20
+    for record in records:
+        for name, report in _peers(record):
+            titles[name] = report["title"]
+            if (peak := _value(report, "peak_bytes")) is not None:
+                curves.setdefault(name, {})[record["case"]["length"]] = peak / 2**20
     figure, (axis,) = sheet(document, "Peak memory beyond inputs and gradients", 1, 2.5)
-    for name, points in curves.items():
-        finite = {x: y for x, y in points.items() if y < math.inf}
-        lost = [x for x in points if x not in finite]
-        label = f"{titles[name]}: {OUT_OF_MEMORY}" if lost else titles[name]
+    for name, peaks in curves.items():
+        finite = {x: y for x, y in peaks.items() if y < math.inf}
+        exhausted = [x for x in peaks if x not in finite]
+        label = f"{titles[name]}: {OUT_OF_MEMORY}" if exhausted else titles[name]
         colour, width = COLOURS.get(name, GREY), 2.2 if name == "ours" else 1.3
         axis.plot([*finite], [*finite.values()], "o-", color=colour, label=label, linewidth=width)
-        axis.plot(lost, [0.97] * len(lost), "x", color=colour, transform=axis.get_xaxis_transform())
-    of, lengths = cases[0]["case"], sorted(curves["ours"])
-    name = f"{of['head']}, H {of['hidden_size']:,}, V {of['vocab_size']:,}, {of['dtype']}"
-    axis.set(title=name, xlabel=f"tokens per completion, {of['tokens'] // of['length']} completions")
+        axis.plot(exhausted, [0.97] * len(exhausted), "x", color=colour, transform=axis.get_xaxis_transform())
+    case, lengths = records[0]["case"], sorted(curves["ours"])
+    name = f"{case['head']}, H {case['hidden_size']:,}, V {case['vocab_size']:,}, {case['dtype']}"
+    axis.set(title=name, xlabel=f"tokens per completion, {case['tokens'] // case['length']} completions")
     axis.set(xscale="log", yscale="log", ylabel="peak memory")
     axis.set_xticks(lengths, [f"{x:,}" for x in lengths])
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -124,26 +125,26 @@ def memory(document: Document) -> Figure | None:
 PICTURES: dict[str, Callable[[Document], Figure | None]] = {"time": time, "memory": memory}
 
 
-def is_plain_step(case: Document) -> bool:
-    """Whether it is a step in which every token has a gradient, over the whole vocabulary."""
-    of = case["case"]
-    return of["mode"] == "step" and not of["idle_share"] and not of.get("kept_ids")
+def is_plain_step(record: Record) -> bool:
+    """Returns whether a case is a step in which every token has a gradient, over the whole vocabulary."""
+    case = record["case"]
+    return case["mode"] == "step" and not case["idle_share"] and not case.get("kept_ids")
 
 
-def _steps(document: Document) -> list[Document]:
-    """Plain steps of models' heads."""
-    return [case for case in document["cases"] if is_plain_step(case) and case["case"]["head"] != "custom"]
+def _steps(document: Document) -> list[Record]:
+    """Returns the plain steps with heads of models."""
+    return [record for record in document["cases"] if is_plain_step(record) and record["case"]["head"] != "custom"]
 
 
-def _peers(case: Document) -> list[tuple[str, Document]]:
-    """The implementations that a user chooses among: ours in its default setting, and the others."""
-    entries = case["implementations"].items()
-    return [(name, entry) for name, entry in entries if name != "floor" and not name.startswith("ours-")]
+def _peers(record: Record) -> list[tuple[str, Report]]:
+    """Returns names and reports of what users choose among: ours with default settings, and the others."""
+    reports = record["implementations"].items()
+    return [(name, report) for name, report in reports if name != "floor" and not name.startswith("ours-")]
 
 
-def _value(entry: Document, key: str) -> float | None:
-    """A number, or infinity where memory ran out."""
-    if key in entry:
-        return float(entry[key])
-    errors = (entry.get(name, "") for name in ("error", "memory_error"))
+def _value(report: Report, key: str) -> float | None:
+    """Returns a number of a report, infinity where memory ran out, None where there is none."""
+    if key in report:
+        return float(report[key])
+    errors = (report.get(name, "") for name in ("error", "memory_error"))
     return math.inf if any(error.startswith(OUT_OF_MEMORY) for error in errors) else None

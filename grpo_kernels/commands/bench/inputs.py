@@ -1,4 +1,4 @@
-"""One batch of random inputs, and the objective that every implementation computes on it."""
+"""One batch of inputs, and the objective that every implementation computes on it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from .cases import DIVERGENCES, Case
 from .samples import chat_samples
 
 EPSILON = 0.2
-SOME = 128  # tokens, whose logits are in memory at a time
-BROAD = 2.5  # nats
-# Of the ids that an engine keeps with top_p 0.97, as prime-rl's pull request 2979 measured them: mean 8, median 2.
-SINGLE, P99, MOST = 0.47, 82, 512
-# old_logps lie this far from the true log-probabilities: on both sides of the clip range, ln 0.8 = -0.223 and
-# ln 1.2 = 0.182, and at least 0.08 away from its ends, so that rounding flips no token's branch.
+CHUNK_TOKENS = 128  # tokens whose logits are in memory at a time
+SCALING_ENTROPY = 2.5  # nats: for less entropy hidden states have to point at ids
+# Of the numbers of ids that an engine kept with top_p 0.97, in prime-rl's pull request 2979, with mean 8 and median 2:
+# the share of ones, the 99th percentile, the largest.
+ONE_ID_SHARE, P99_IDS, MAX_IDS = 0.47, 82, 512
+# Differences of the true log-probabilities to old_logps: inside and outside of the clip range, from ln 0.8 = -0.223 to
+# ln 1.2 = 0.182, and at least 0.08 away from its ends, so that rounding changes no token's branch.
 LOG_RATIOS = (-0.45, -0.1, -0.02, 0.02, 0.1, 0.4)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """B completions of T tokens. hidden (B, T, H) requires its gradient, weight (V, H) unless frozen."""
+    """B completions of T tokens. hidden (B, T, H) requires a gradient; weight (V, H) too, unless it is frozen."""
 
     hidden: Tensor
     weight: Tensor
@@ -43,27 +44,32 @@ class Inputs:
 
     @property
     def flat_hidden(self) -> Tensor:
+        """Returns hidden states as (N, H), a view."""
         return self.hidden.view(-1, self.hidden.shape[-1])
 
     @property
     def frozen(self) -> bool:
+        """Returns whether the weight takes no gradient."""
         return not self.weight.requires_grad
 
     def masked_out(self, tokens: Tensor) -> Tensor | None:
-        """(R, V) bool: the ids that the sampling mask leaves out at these tokens (R,), of all one after another."""
+        """Returns which ids the sampling mask leaves out at `tokens` (R,), indices into the flattened batch, as (R, V)
+        bool; None without a mask."""
         if self.sampling_mask is None:
             return None
         mask = SamplingMask(self.sampling_mask.ids, self.sampling_mask.counts.flatten())[tokens]
-        out = (mask.counts > 0)[:, None].repeat(1, len(self.weight))
-        out[torch.arange(len(tokens), device=tokens.device).repeat_interleave(mask.counts), mask.ids.long()] = False
-        return out
+        excluded = (mask.counts > 0)[:, None].repeat(1, len(self.weight))
+        rows = torch.arange(len(tokens), device=tokens.device).repeat_interleave(mask.counts)
+        excluded[rows, mask.ids.long()] = False
+        return excluded
 
 
 def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
-    """Random inputs whose logits have standard deviation 2, or that of the case's entropy, made in place, without a
-    temporary as large as the weight; or a chat model's.
+    """Returns random inputs, or those of a chat model where the case has a temperature.
 
-    old_logps and ref_logps are near those of a uniform policy; `off_policy` puts them near this policy's.
+    Random logits have standard deviation 2, or the one of the case's entropy. The weight is made in place, without a
+    temporary of its size. old_logps and ref_logps are near those of a uniform policy; `off_policy` puts them near this
+    policy's.
     """
     batch, length = case.tokens // case.length, case.length
     generator = torch.Generator(device).manual_seed(seed)
@@ -79,10 +85,10 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     hidden = normal(batch, length, case.hidden_size, dtype=dtype)
     weight.mul_(2 / math.sqrt(case.hidden_size))
     if case.temperature:
-        states, head, sampled = chat_samples(case.tokens, case.temperature)
+        states, head_weight, sampled_ids = chat_samples(case.tokens, case.temperature)
         hidden.copy_((states / case.temperature).view_as(hidden))
-        weight.copy_(head)
-        ids = sampled.view(batch, length).to(device)
+        weight.copy_(head_weight)
+        ids = sampled_ids.view(batch, length).to(device)
     elif case.entropy:
         _sharpen(hidden, weight, case.entropy, generator)
         ids = _samples(hidden, weight, generator)
@@ -104,38 +110,40 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
 
 
 def nearby_teacher(hidden: Tensor, weight: Tensor, **options: Any) -> Teacher:
-    """A teacher of this shape: hidden states and weight with noise of 0.3 of their standard deviation."""
+    """Returns a teacher of the same shape: hidden states and weight, with noise of 0.3 of their standard deviation."""
     generator = torch.Generator(hidden.device).manual_seed(2)
 
-    def near(x: Tensor) -> Tensor:
+    def noisy(x: Tensor) -> Tensor:
         noise = torch.empty_like(x, requires_grad=False).normal_(generator=generator)
         return noise.mul_(0.3 * x.detach().std()).add_(x.detach())
 
-    return Teacher(near(hidden), near(weight), **options)
+    return Teacher(noisy(hidden), noisy(weight), **options)
 
 
 def _sharpen(hidden: Tensor, weight: Tensor, entropy: float, generator: torch.Generator) -> None:
-    """Gives the policy this mean entropy, in nats, in place. Some ids are likely everywhere, by Zipf's law, as words
-    are; larger logits make a few of each token's ids prevail, down to BROAD nats; below that hidden states are more or
-    less near the row of a likely id, as a model's are."""
+    """Gives the policy this mean entropy, in nats, in place.
+
+    Some ids are likely everywhere, by Zipf's law, as words are. Larger logits concentrate each token on few ids, down
+    to SCALING_ENTROPY; below that hidden states also move towards the weight's row of a likely id, as a model's do.
+    """
     vocab, device = len(weight), hidden.device
     prior = -(torch.randperm(vocab, device=device, generator=generator) + 1).float().log()
     hidden[..., 0] = 0
-    some = hidden.flatten(0, 1)[:SOME]  # a view
-    logits = (some @ weight.T).float()
-    weight.mul_(_solve(lambda x: x * logits + prior, max(entropy, BROAD)))
+    first_hidden = hidden.flatten(0, 1)[:CHUNK_TOKENS]  # a view
+    logits = (first_hidden @ weight.T).float()
+    weight.mul_(_solve(lambda x: x * logits + prior, max(entropy, SCALING_ENTROPY)))
     hidden[..., 0], weight[:, 0] = 1, prior.to(weight.dtype)
-    if entropy < BROAD:
+    if entropy < SCALING_ENTROPY:
         ids = torch.multinomial(prior.exp(), hidden.shape[:2].numel(), replacement=True, generator=generator)
         nearness = torch.rand(*hidden.shape[:2], 1, device=device, generator=generator)
-        towards = weight[ids].view_as(hidden) * nearness.to(weight.dtype)
-        towards[..., 0] = 0
-        logits, more = ((x @ weight.T).float() for x in (some, towards.flatten(0, 1)[:SOME]))
-        hidden.add_(towards, alpha=_solve(lambda x: logits + x * more, entropy))
+        shift = weight[ids].view_as(hidden) * nearness.to(weight.dtype)
+        shift[..., 0] = 0
+        logits, shift_logits = ((x @ weight.T).float() for x in (first_hidden, shift.flatten(0, 1)[:CHUNK_TOKENS]))
+        hidden.add_(shift, alpha=_solve(lambda x: logits + x * shift_logits, entropy))
 
 
 def _solve(logits_at: Callable[[float], Tensor], entropy: float) -> float:
-    """x with this mean entropy of `logits_at(x)`, which falls with x."""
+    """Returns x where `logits_at(x)` have this mean entropy, in nats, which has to fall with x."""
     low, high = 0.0, 64.0
     for _ in range(20):
         x = (low + high) / 2
@@ -145,15 +153,18 @@ def _solve(logits_at: Callable[[float], Tensor], entropy: float) -> float:
 
 
 def _samples(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
-    """(B, T) int64 ids that the policy samples; a few rows of logits at a time."""
-    rows = hidden.flatten(0, 1).split(SOME)
-    drawn = [torch.multinomial((h @ weight.T).float().softmax(-1), 1, generator=generator) for h in rows]
-    return torch.cat(drawn).view(hidden.shape[:2])
+    """Returns ids sampled from the policy, (B, T) int64, with the logits of a few rows in memory at a time."""
+    rows = hidden.flatten(0, 1).split(CHUNK_TOKENS)
+    ids = [torch.multinomial((h @ weight.T).float().softmax(-1), 1, generator=generator) for h in rows]
+    return torch.cat(ids).view(hidden.shape[:2])
 
 
 def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> SamplingMask:
-    """The sampled id and others of the whole vocabulary: one of each of as many equal parts of it as ids are kept, so
-    that they ascend and no two are equal. Completions with and without a mask are spread over the batch."""
+    """Returns a mask that keeps the sampled id and others, from the whole vocabulary.
+
+    The vocabulary is cut into as many equal parts as a token keeps ids, and one id is taken from each, so that ids
+    ascend and differ. Completions with and without a mask are spread over the batch.
+    """
     vocab, rows = case.vocab_size, torch.arange(len(ids), device=ids.device)
     if case.skewed:
         order = torch.randperm(ids.numel(), device=ids.device, generator=generator)
@@ -161,40 +172,44 @@ def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> Sampl
     else:
         counts = torch.full_like(ids, case.kept_ids)
     counts[(rows + 1) * case.masked_share // 1 == rows * case.masked_share // 1] = 0
-    each = counts.flatten()
-    count, begin = each.repeat_interleave(each), each.cumsum(0) - each
-    part = torch.arange(len(count), device=ids.device) - begin.repeat_interleave(each)
-    first, end = part * vocab // count, (part + 1) * vocab // count
-    shares = torch.rand(len(count), device=ids.device, generator=generator)
-    kept = first + (shares * (end - first)).long().clamp(max=end - first - 1)
-    masked = each > 0
+    token_counts = counts.flatten()
+    id_counts, begin = token_counts.repeat_interleave(token_counts), token_counts.cumsum(0) - token_counts
+    part = torch.arange(len(id_counts), device=ids.device) - begin.repeat_interleave(token_counts)
+    part_begin, part_end = part * vocab // id_counts, (part + 1) * vocab // id_counts
+    positions = torch.rand(len(id_counts), device=ids.device, generator=generator)
+    kept_ids = part_begin + (positions * (part_end - part_begin)).long().clamp(max=part_end - part_begin - 1)
+    masked = token_counts > 0
     sampled = ids.flatten()[masked]
-    kept[begin[masked] + ((sampled + 1) * each[masked] - 1) // vocab] = sampled
-    return SamplingMask(kept.to(torch.int32), counts.to(torch.int32))
+    kept_ids[begin[masked] + ((sampled + 1) * token_counts[masked] - 1) // vocab] = sampled
+    return SamplingMask(kept_ids.to(torch.int32), counts.to(torch.int32))
 
 
 def skewed_counts(tokens: int, mean: int) -> Tensor:
-    """(tokens,) int64, ascending, with this mean: how many ids top-p keeps of a token. The share SINGLE of the tokens
-    has one, the median is 2 and the 99th percentile P99; from there they rise to MOST."""
-    place = (torch.arange(tokens, dtype=torch.float64) + 0.5) / tokens
-    p99 = place[math.ceil(0.99 * tokens) - 1].item()
-    middle, top = ((place - a).clamp(0, b - a) / (b - a) for a, b in ((SINGLE, p99), (p99, 1.0)))
+    """Returns how many ids top-p keeps of each token, (tokens,) int64, ascending, with this mean.
 
-    def counts(power: float) -> Tensor:
-        found = (2 * (P99 / 2) ** middle**power * (MOST / P99) ** top).round().long()
-        return torch.where(place < SINGLE, 1, found)
+    A share ONE_ID_SHARE of the tokens keeps one id. The median is 2 and the 99th percentile P99_IDS; then counts rise
+    to MAX_IDS.
+    """
+    quantiles = (torch.arange(tokens, dtype=torch.float64) + 0.5) / tokens
+    p99 = quantiles[math.ceil(0.99 * tokens) - 1].item()
+    middle, top = ((quantiles - a).clamp(0, b - a) / (b - a) for a, b in ((ONE_ID_SHARE, p99), (p99, 1.0)))
+
+    def counts_at(power: float) -> Tensor:
+        upper_counts = (2 * (P99_IDS / 2) ** middle**power * (MAX_IDS / P99_IDS) ** top).round().long()
+        return torch.where(quantiles < ONE_ID_SHARE, 1, upper_counts)
 
     low, high = 0.1, 100.0  # the higher the power, the fewer ids
     for _ in range(50):
         power = (low + high) / 2
-        low, high = (power, high) if counts(power).sum() > mean * tokens else (low, power)
-    found = counts(high)
-    found[-1] += mean * tokens - found.sum()
-    return found
+        low, high = (power, high) if counts_at(power).sum() > mean * tokens else (low, power)
+    counts = counts_at(high)
+    counts[-1] += mean * tokens - counts.sum()
+    return counts
 
 
 def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages: Tensor, beta: float) -> Tensor:
-    """GRPO's loss per token, `advantages` broadcast to it: clipped surrogate + beta * k3, as trainers write it."""
+    """Returns GRPO's loss per token, clipped surrogate + beta * k3, as trainers write it; `advantages` are broadcast to
+    the shape of `logps`."""
     ratio = torch.exp(logps - old_logps)
     clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
     loss = -torch.min(ratio * advantages, clipped * advantages)
@@ -204,7 +219,7 @@ def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages
 
 
 def token_divergences(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
-    """Of policy p and teacher q, per token, from log-probabilities of all ids."""
+    """Returns the divergence of policy p and teacher q per token, (..., V) to (...), in nats."""
     if divergence == "reverse_kl":
         return (log_p.exp() * (log_p - log_q)).sum(-1)
     if divergence == "forward_kl":
@@ -214,12 +229,12 @@ def token_divergences(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
 
 
 def grpo_objective(logps: Tensor, inputs: Inputs) -> Tensor:
-    """Scalar: `token_losses` averaged over each completion, then over completions."""
+    """Returns the loss (): `token_losses` averaged over each completion, then over completions."""
     loss = token_losses(logps, inputs.old_logps, inputs.ref_logps, inputs.advantages.unsqueeze(1), inputs.beta)
     return ((loss * inputs.mask).sum(-1) / inputs.mask.sum(-1).clamp(min=1.0)).mean()
 
 
 def _idle(num_prompts: int, share: float) -> list[int]:
-    """`share` of the prompts, spread over the batch."""
+    """Returns the indices of `share` of the prompts, spread over the batch."""
     count = round(num_prompts * share)
     return [i * num_prompts // count for i in range(count)]

@@ -17,12 +17,13 @@ class Layers(NamedTuple):
     num_hidden_layers: int
 
 
-# By hidden size. Of SmolLM2-135M four layers, which a CPU computes in seconds; all of Qwen2.5-0.5B.
+# By hidden size: four layers of SmolLM2-135M, which a CPU computes in seconds; all layers of Qwen2.5-0.5B.
 LAYERS = {64: Layers(128, 1, 1, 1), 576: Layers(1536, 9, 3, 4), 896: Layers(4864, 14, 2, 24)}
 PAD, END = 0, 1
 
 
 def make_model(inputs: Inputs) -> Any:
+    """Returns a Llama with random weights whose head has the inputs' shape and type; `Unsupported` for other sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocab_size, hidden_size = inputs.weight.shape
@@ -39,6 +40,7 @@ def make_model(inputs: Inputs) -> Any:
 
 
 def make_tokenizer(words: dict[str, int]) -> Any:
+    """Returns a tokenizer that splits text at white space and looks its words up."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""This library: the default, and what of it is compared with the default."""
+"""This library: the default, and variants of it that are compared with the default."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ...names import DIVERGENCES, Divergence
 from .baselines import Implementation, Result, Step, Unsupported, make_step
 from .inputs import EPSILON, Inputs, nearby_teacher
 
-SHOWN = ("entropy", "sparse/")  # metrics, in the report
-IDS = 100  # per token, where there are more than the sampled one
+SHOWN = ("entropy", "sparse/")  # beginnings of the metrics that go into reports
+IDS = 100  # per token, in implementations that take several
 SUPPORTS: dict[str, dict[str, Any]] = {
     "min_p-0.05": dict(min_p=0.05), "top_k-50": dict(top_k=50), "top_p-0.9": dict(top_p=0.9),
     "top_k-50-top_p-0.9": dict(top_k=50, top_p=0.9),
@@ -33,8 +33,11 @@ def ours(
     teacher: dict[str, Any] | None = None,
     **options: Any,
 ) -> Step:
-    """`chunks` of equally many tokens, a `teacher` beside the loss, given by its options, and `options` of the
-    configuration: these make a difference to the loss and its gradient only."""
+    """Returns the step of the fused loss, of the divergence to the inputs' teacher, or of log-probabilities alone.
+
+    The tokens are cut into `chunks` of equal size. `teacher` has the options of a teacher whose divergence is added to
+    the loss, and `options` are those of the configuration. Modes without a GRPO loss refuse these three.
+    """
     if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
         raise Unsupported(reason)
     if backend != "auto" and mode in DIVERGENCES and not get_backend(backend).takes_teachers:
@@ -45,14 +48,14 @@ def ours(
         options["chunk_rows"] = math.ceil(inputs.ids.numel() / chunks)
     if teacher is not None:
         options["distill_coef"] = 0.5
-    beside = None if teacher is None else nearby_teacher(inputs.hidden, inputs.weight, **teacher)
+    loss_teacher = None if teacher is None else nearby_teacher(inputs.hidden, inputs.weight, **teacher)
     config = GRPOConfig(aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON, **options)
 
     def loss(inputs: Inputs) -> Result:
         output = fused_grpo_loss(
             inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
             ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
-            advantages=inputs.advantages, config=config, backend=backend, teacher=beside,
+            advantages=inputs.advantages, config=config, backend=backend, teacher=loss_teacher,
         )  # fmt: skip
         metrics = {name: value for name, value in output.metrics.items() if name.startswith(SHOWN)}
         return Result(output.loss, output.logps if config.score_inactive else None, metrics=metrics)
@@ -68,6 +71,7 @@ def ours(
 
 
 def _logps(inputs: Inputs, backend: str = "auto") -> Tensor:
+    """Returns log-probabilities (B, T) of `fused_logps`."""
     return fused_logps(
         inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, sampling_mask=inputs.sampling_mask,
         backend=backend,
@@ -75,20 +79,21 @@ def _logps(inputs: Inputs, backend: str = "auto") -> Tensor:
 
 
 def logps_alone(inputs: Inputs, mode: str) -> Step:
-    """`fused_logps`, whose backward computes the logits again, under the objective in plain torch."""
+    """Returns the step of the objective in plain torch over `fused_logps`, whose backward computes the logits again."""
     return make_step(mode, _logps)
 
 
 def several(inputs: Inputs, mode: str) -> Step:
-    """Log-probabilities of IDS ids per token, of which the objective takes the first."""
-    generator = torch.Generator(inputs.ids.device).manual_seed(3)
-    others = torch.randint(len(inputs.weight), (*inputs.ids.shape, IDS), device=inputs.ids.device, generator=generator)
-    ids = torch.cat([inputs.ids[..., None], others[..., 1:]], -1)
+    """Returns the step that computes log-probabilities of IDS ids per token, of which the objective takes the first."""
+    shape, device = (*inputs.ids.shape, IDS), inputs.ids.device
+    generator = torch.Generator(device).manual_seed(3)
+    other_ids = torch.randint(len(inputs.weight), shape, device=device, generator=generator)
+    ids = torch.cat([inputs.ids[..., None], other_ids[..., 1:]], -1)
     return make_step(mode, lambda inputs: fused_logps(inputs.hidden, inputs.weight, ids)[0][..., 0])
 
 
 def scoring(inputs: Inputs, mode: str, find: Callable[[Tensor, Tensor, Tensor], Any]) -> Step:
-    """Without a gradient, from hidden states, weight and ids."""
+    """Returns the step that calls `find(hidden, weight, ids)` without a gradient."""
 
     def step(inputs: Inputs) -> Result:
         find(inputs.hidden.detach(), inputs.weight.detach(), inputs.ids)
@@ -98,30 +103,31 @@ def scoring(inputs: Inputs, mode: str, find: Callable[[Tensor, Tensor, Tensor], 
 
 
 def unmasked(inputs: Inputs, mode: str) -> Step:
+    """Returns the step of ours without the sampling mask."""
     step = ours(inputs, mode)
     return lambda inputs: step(replace(inputs, sampling_mask=None))
 
 
 def _table() -> dict[str, Implementation]:
-    """In the order in which they are shown."""
+    """Returns this library's implementations, in the order in which they are shown."""
     table = {
         "ours": Implementation("ours", ours),
         "ours-unmasked": Implementation("ours without the sampling mask", unmasked, "none"),
         "ours-unscored": Implementation("ours, score_inactive=False", partial(ours, score_inactive=False)),
     }
-    # Where ids are uniform all probabilities are below 1/64: 64 entries of a token are left.
+    # With uniform ids all probabilities are below 1/64, and 64 entries of a token's gradient are left.
     for name, title, theta in ("sparse", "1/64", 2**-6), *((f"2^-{k}", f"2^-{k}", 2**-k) for k in (8, 10, 12, 14, 16)):
         step = partial(ours, sparse_backward=theta)
         table[f"ours-{name}"] = Implementation(f"ours, sparse_backward={title}", step, estimate=True)
     for chunks in (1, 8):
         table[f"ours-{chunks}-chunks"] = Implementation(f"ours, chunks: {chunks}", partial(ours, chunks=chunks))
-    # Rounded logits would hide what sums round.
-    exact = partial(ours, logits_dtype=torch.float32)
-    table["ours-float32"] = Implementation("ours, logits_dtype=float32", exact)
+    # In float32, because rounding the logits would hide the rounding of sums.
+    ours_float32 = partial(ours, logits_dtype=torch.float32)
+    table["ours-float32"] = Implementation("ours, logits_dtype=float32", ours_float32)
     for chunks in (1, 2, 4, 8, 16, 32):
-        step = partial(exact, chunks=chunks)
+        step = partial(ours_float32, chunks=chunks)
         table[f"ours-float32-{chunks}"] = Implementation(f"ours, logits_dtype=float32, chunks: {chunks}", step)
-    step = partial(exact, chunks=8, dweight_sum="float32")
+    step = partial(ours_float32, chunks=8, dweight_sum="float32")
     table["ours-float32-sum"] = Implementation("ours, logits_dtype=float32, chunks: 8, dweight_sum=float32", step)
     for mode in "renormalize", "truncate", "tail":
         step = partial(ours, teacher={"top_k": IDS, "mode": mode})

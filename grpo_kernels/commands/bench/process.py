@@ -14,76 +14,79 @@ from typing import Any
 
 from .machine import OUT_OF_MEMORY, describe
 
-OnProgress = Callable[..., None]  # (message, what was found so far or nothing)
-NOT_RUN = "not run: out of time"  # so begins what says it
+OnProgress = Callable[..., None]  # (message, results so far or nothing)
+NOT_RUN = "not run: out of time"  # reasons that are a lack of time begin with this
 
 
 class Died(Exception):
     """The process ended without a result: killed, crashed, silent for too long, or out of time (`NOT_RUN`).
 
-    last_message, found: the last ones that it told.
+    last_message, last_result: the last ones that it sent.
     """
 
-    def __init__(self, why: str, last_message: str, found: Any = None) -> None:
-        super().__init__(why)
-        self.last_message, self.found = last_message, found
+    def __init__(self, reason: str, last_message: str, last_result: Any = None) -> None:
+        super().__init__(reason)
+        self.last_message, self.last_result = last_message, last_result
 
 
 def run_in_subprocess(
     function: Callable[..., Any],
     *arguments: object,
-    on_progress: OnProgress = lambda text, found=None: None,
+    on_progress: OnProgress = lambda text, result=None: None,
     silence_s: float = 600.0,
     deadline: float = math.inf,
 ) -> Any:
-    """What `function(*arguments, on_progress)` returns in a process of its own; its messages come to `on_progress`.
+    """Runs `function(*arguments, on_progress)` in a process of its own. Returns its result; messages go to
+    `on_progress`.
 
-    Raises `Died` if it raises, dies, says nothing for `silence_s` seconds, or is not ready at `deadline`, as
-    time.time() counts.
+    Raises `Died` if it raises, dies, sends nothing for `silence_s` seconds, or is not ready at `deadline`, a time of
+    time.time().
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it inherits that: Ctrl-C is for this process to answer
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(sender, function, arguments), daemon=True)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits this: only the parent answers Ctrl-C
     process.start()
     signal.signal(signal.SIGINT, handler)
-    theirs.close()
-    last_message, last_found, answered = "", None, False
+    sender.close()
+    last_message, last_result, answered = "", None, False
     try:
         while True:
-            if not ours.poll(min(silence_s, max(0.0, deadline - time.time()))):
-                why = NOT_RUN if time.time() >= deadline else f"no answer for {silence_s:.0f} s"
-                raise Died(why, last_message, last_found)
-            kind, value, *more = ours.recv()
+            if not receiver.poll(min(silence_s, max(0.0, deadline - time.time()))):
+                reason = NOT_RUN if time.time() >= deadline else f"no answer for {silence_s:.0f} s"
+                raise Died(reason, last_message, last_result)
+            kind, value, *results = receiver.recv()
             answered = kind != "progress"
             if kind == "returned":
                 return value
             if kind == "raised":
-                raise Died(value, last_message, last_found)
-            last_message, last_found = value, more[0] or last_found
-            on_progress(value, more[0])
+                raise Died(value, last_message, last_result)
+            last_message, last_result = value, results[0] or last_result
+            on_progress(value, results[0])
     except EOFError:
         process.join(10)
-        raise Died(_describe_exit(process.exitcode), last_message, last_found) from None
+        raise Died(_describe_exit(process.exitcode), last_message, last_result) from None
     finally:
-        process.join(5.0 if answered else 0.0)  # it has answered and is leaving, or it is not waited for
+        process.join(5.0 if answered else 0.0)  # only a process that has answered ends by itself
         if process.is_alive():
             process.kill()
             process.join()
-            time.sleep(0.1)  # a device's memory comes back a moment after its process
-        ours.close()
+            time.sleep(0.1)  # a device frees memory a moment after the process ended
+        receiver.close()
 
 
 def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    """Sends the result of a function, or its error, to the parent process, and ends this one."""
     try:
-        pipe.send(("returned", function(*arguments, lambda text, found=None: pipe.send(("progress", text, found)))))
+        pipe.send(("returned", function(*arguments, lambda text, result=None: pipe.send(("progress", text, result)))))
     except Exception as error:  # the parent decides what an error means
         pipe.send(("raised", describe(error)))
     sys.stdout.flush()
-    os._exit(0)  # the interpreter's own end takes time and prints what Triton's bindings did not free
+    os._exit(0)  # a normal exit takes time and prints what Triton's bindings did not free
 
 
 def _describe_exit(exitcode: int | None) -> str:
+    """Returns why a process ended, from its exit code."""
     if exitcode == -signal.SIGALRM:
         return f"{NOT_RUN}, its first call took half of what was left"
     if exitcode == -signal.SIGKILL:

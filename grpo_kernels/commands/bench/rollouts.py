@@ -1,7 +1,7 @@
-"""Sampling, and a step of `grpo-kernels train`: the plain loop, CUDA graphs, vLLM where it is installed.
+"""Sampling, and a step of `grpo-kernels train`: with the plain loop, with CUDA graphs, with vLLM where it is installed.
 
-Prompts are half as long as completions, or up to as long; each has eight completions, which never end early. Without
-CUDA the static cache of the graphs is used without graphs.
+Prompts have half as many tokens as completions, or up to as many; each has eight completions, which never end early.
+Without CUDA the static cache of the graphs is used without graphs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from .inputs import Inputs
 from .models import PAD, make_model, make_tokenizer
 from .peers import load
 
-GENERATIONS = 8  # of a prompt, if there are as many
+GENERATIONS = 8  # completions of a prompt, where the batch has as many
 
 
 def prompts_of(inputs: Inputs) -> list[list[int]]:
+    """Returns the ids of the prompt of each row; GENERATIONS adjacent rows have the same one."""
     rows, length = inputs.ids.shape
     ids = inputs.ids.clamp(min=2).tolist()
     shared = [i // GENERATIONS for i in range(rows)]
@@ -29,32 +30,33 @@ def prompts_of(inputs: Inputs) -> list[list[int]]:
 
 
 def sampling(inputs: Inputs, mode: str, static: bool) -> Step:
-    """By transformers. A decoder that differs from one pass over the same ids is wrong, and raises ValueError."""
+    """Returns the step that samples by transformers, with a static cache if `static`. ValueError where the decoder's
+    log-probabilities differ from those of one pass over the same ids."""
     from ...trainer.arguments import TrainArguments
     from ...trainer.decoding import Decoder, StaticDecoder, decoding_error
     from ...trainer.sampling import generate
 
     lm, prompts, (rows, length) = make_model(inputs).eval(), prompts_of(inputs), inputs.ids.shape
     decoder = StaticDecoder(lm, rows=rows, new_tokens=length) if static else Decoder(lm)
-    error = decoding_error(decoder)
-    if error.error > 1:
-        raise ValueError(f"wrong result: {error}")
+    deviation = decoding_error(decoder)
+    if deviation.error > 1:
+        raise ValueError(f"wrong result: {deviation}")
     arguments = TrainArguments(max_completion_length=length)
 
     def step(inputs: Inputs) -> Result:
-        sampled = generate(lm, prompts, arguments, ends=[], pad_id=PAD, decoder=decoder)
-        found = {"sampling/tokens": sum(len(one.ids) for one in sampled)}
+        completions = generate(lm, prompts, arguments, ends=[], pad_id=PAD, decoder=decoder)
+        metrics = {"sampling/tokens": sum(len(completion.ids) for completion in completions)}
         if isinstance(decoder, StaticDecoder):
             cache = sum(x.nbytes for x in decoder.stored)
-            found |= {"sampling/graphs": len(decoder.steps), "sampling/graph_bytes": decoder.graph_bytes}
-            found["sampling/cache_bytes"] = cache
-        return Result(metrics={name: torch.tensor(value) for name, value in found.items()})
+            metrics |= {"sampling/graphs": len(decoder.steps), "sampling/graph_bytes": decoder.graph_bytes}
+            metrics["sampling/cache_bytes"] = cache
+        return Result(metrics={name: torch.tensor(value) for name, value in metrics.items()})
 
     return step
 
 
 def vllm(inputs: Inputs, mode: str) -> Step:
-    """The weights are passed with the first call."""
+    """Returns the step that samples by vLLM, to which the first call passes the weights."""
     load("vllm")
     from ...trainer.arguments import TrainArguments
     from ...trainer.vllm import VLLM
@@ -68,14 +70,14 @@ def vllm(inputs: Inputs, mode: str) -> Step:
     engine = VLLM(folder, arguments, lm, 2 * length)
 
     def step(inputs: Inputs) -> Result:
-        sampled = engine.sample(lm, prompts_of(inputs), arguments, greedy=False, step=0, ends=[])
-        return Result(metrics={"sampling/tokens": torch.tensor(sum(len(one.ids) for one in sampled))})
+        completions = engine.sample(lm, prompts_of(inputs), arguments, greedy=False, step=0, ends=[])
+        return Result(metrics={"sampling/tokens": torch.tensor(sum(len(completion.ids) for completion in completions))})
 
     return step
 
 
 def train_step(inputs: Inputs, mode: str) -> Step:
-    """A rollout and an update of `train`, with the decoder that it chooses."""
+    """Returns the step of `grpo-kernels train`: a rollout and an update, with the decoder that it chooses."""
     from ...trainer.arguments import TrainArguments
     from ...trainer.data import GIVEN_ROWS
     from ...trainer.loop import Trainer
@@ -103,10 +105,12 @@ def train_step(inputs: Inputs, mode: str) -> Step:
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Returns the name of a type, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def rewards(completions: list[str], **columns: Any) -> list[float]:
+    """Returns rewards from 0 to 6 that depend on the text alone."""
     return [float(zlib.crc32(text.encode()) % 7) for text in completions]
 
 

@@ -1,4 +1,4 @@
-"""Hidden states of SmolLM2-135M-Instruct and the ids that it sampled: what a policy computes, beside random inputs."""
+"""Hidden states of SmolLM2-135M-Instruct and the ids that it sampled: the inputs of cases with a temperature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 128  # tokens of a completion, at most
 def chat_samples(tokens: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns hidden states (tokens, 576), weight (49152, 576), both float32, and ids (tokens,) int64.
 
-    They come from the file beside the model where an earlier call of this process or another made them.
+    The first call, of any process, writes hidden states and ids to a file beside the model; later ones read it.
     ImportError where the model's package is missing.
     """
     lm, tokenizer = chat_model()
@@ -34,8 +34,8 @@ def chat_samples(tokens: int, temperature: float) -> tuple[Tensor, Tensor, Tenso
         draft = file.with_suffix(f".{os.getpid()}")
         torch.save((torch.cat(hidden)[:tokens].clone(), torch.tensor(ids[:tokens])), draft)
         draft.replace(file)
-    found, sampled = torch.load(file, weights_only=True)
-    return found, lm.get_output_embeddings().weight.detach(), sampled
+    all_hidden, all_ids = torch.load(file, weights_only=True)
+    return all_hidden, lm.get_output_embeddings().weight.detach(), all_ids
 
 
 def chat_model() -> tuple[Any, Any]:
@@ -50,15 +50,15 @@ def chat_model() -> tuple[Any, Any]:
 
 
 def stories(lm: Any, tokenizer: Any, temperature: float = 1.0) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the ids of a prompt for each of WORDS, and those of a completion of each."""
+    """Returns the ids of a prompt about each of WORDS, and those of its completion."""
     from ...trainer.arguments import TrainArguments
     from ...trainer.sampling import generate
 
     chats = [[{"role": "user", "content": f"Write a short story about {word}."}] for word in WORDS]
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
     arguments = TrainArguments(max_completion_length=LENGTH, temperature=temperature)
-    found = generate(lm, prompts, arguments, ends=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
-    return prompts, [one.ids for one in found]
+    completions = generate(lm, prompts, arguments, ends=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
+    return prompts, [completion.ids for completion in completions]
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def select(patterns: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """Names that match any of the patterns, as in `ours*`, and none of `without`.
+    """Returns the names that match any of the patterns, as in `ours*`, and none of `without`, in the table's order.
 
     ValueError where one of `patterns` matches no implementation.
     """
@@ -46,5 +46,6 @@ def select(patterns: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     return [
         name
         for name in IMPLEMENTATIONS
-        if any(fnmatch(name, pattern) for pattern in patterns) and not any(fnmatch(name, out) for out in without)
+        if any(fnmatch(name, pattern) for pattern in patterns)
+        and not any(fnmatch(name, pattern) for pattern in without)
     ]

@@ -1,4 +1,4 @@
-"""A micro-batch of TRL's GRPOTrainer, a whole model with it: forward, loss, backward; with and without this package."""
+"""TRL's GRPOTrainer with and without this package: forward, loss and backward of a micro-batch, with a whole model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .inputs import Inputs
 from .models import END, make_model, make_tokenizer
 from .peers import load
 
-PROMPTS = 4  # times as long are completions
+COMPLETION_TO_PROMPT = 4  # completions are this many times as long as prompts
 
 
 def trainer_of(
     class_name: str, model: Any, tokenizer: Any, prompts: list[str], reward: Any, rollout: Any = None, **options: Any
 ) -> Any:
-    """Returns TRL's "GRPOTrainer", or "FusedGRPOTrainer"."""
+    """Returns TRL's "GRPOTrainer", or "FusedGRPOTrainer"; `options` are fields of TRL's GRPOConfig."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -36,7 +36,8 @@ def trainer_of(
 
 
 def step_of(inputs: Inputs, mode: str, class_name: str, patched: bool = False) -> Step:
-    """With gradient checkpointing on a GPU, TRL's default. The gradients exist before the first call."""
+    """Returns the step of a trainer's micro-batch, on a GPU with gradient checkpointing, TRL's default. The model's
+    gradients are allocated here, before the step's first call."""
     load("trl.trainer.grpo_trainer")
     from ...integrations.trl import patch_trl, unpatch_trl
 
@@ -49,7 +50,7 @@ def step_of(inputs: Inputs, mode: str, class_name: str, patched: bool = False) -
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.to(inputs.hidden.device).train()
-    if on_gpu:  # which train() would do
+    if on_gpu:  # as train() does
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def compute(batch: dict[str, Tensor]) -> Tensor:
@@ -64,13 +65,13 @@ def step_of(inputs: Inputs, mode: str, class_name: str, patched: bool = False) -
 
 
 def make_batch(inputs: Inputs) -> dict[str, Tensor]:
-    """Random ids; old log-probabilities near those of random weights, so that hardly a ratio is clipped."""
+    """Returns a micro-batch: random ids, old log-probabilities near the policy's, so that few ratios are clipped."""
     length, generator = inputs.ids.shape[1], torch.Generator().manual_seed(1)
-    prompt, ids = math.ceil(length / PROMPTS), inputs.ids.clamp(min=END + 1)
+    prompt_length, ids = math.ceil(length / COMPLETION_TO_PROMPT), inputs.ids.clamp(min=END + 1)
     noise = torch.randn(ids.shape, generator=generator).to(ids.device)
     return {
-        "prompt_ids": ids[:, :prompt],
-        "prompt_mask": inputs.mask[:, :prompt],
+        "prompt_ids": ids[:, :prompt_length],
+        "prompt_mask": inputs.mask[:, :prompt_length],
         "completion_ids": ids,
         "completion_mask": inputs.mask,
         "advantages": inputs.advantages,
@@ -80,6 +81,7 @@ def make_batch(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _implementation(title: str, **options: Any) -> Implementation:
+    """Returns a trainer's implementation, for mode "trainer"."""
     return Implementation(title, partial(step_of, **options), "none", modes=("trainer",))
 
 
