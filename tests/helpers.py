@@ -397,14 +397,14 @@ def renamed(mask: gk.SamplingMask, names: Tensor) -> gk.SamplingMask:
     return gk.SamplingMask(gk.SamplingMask.from_lists(rows).ids, mask.counts)
 
 
-MASK_WAYS = ("gathers", "dense", "both")
+MASK_PATHS = ("gathers", "dense", "both")
 
 
-def set_mask_way(monkeypatch: Any, way: str, vocab: int) -> None:
+def use_mask_path(monkeypatch: Any, path: str, vocab: int) -> None:
     """How tokens with a sampling mask get their logits; "both": those with at most an eighth of the ids by gathers;
     "none": there is no mask."""
-    if way != "none":
-        ratio = {"gathers": 0.5, "dense": vocab + 1, "both": 8}[way]
+    if path != "none":
+        ratio = {"gathers": 0.5, "dense": vocab + 1, "both": 8}[path]
         monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": ratio, "cuda": ratio})
 
 

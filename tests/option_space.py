@@ -7,7 +7,7 @@ import random
 from typing import Any, NamedTuple
 
 import torch
-from helpers import MASK_WAYS, Batch, make_batch, make_sampling_mask, packed, true_logps
+from helpers import MASK_PATHS, Batch, make_batch, make_sampling_mask, packed, true_logps
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "entropy_threshold": ("none", "number", "tensor"),
     "off_policy_mask": (None, 0.02),
     "normalizer": ("none", "number", "tensor", "num_items"),
-    "sampling_mask": ("none", *MASK_WAYS),
+    "sampling_mask": ("none", *MASK_PATHS),
 }
 
 

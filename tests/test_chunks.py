@@ -19,7 +19,7 @@ from helpers import (
     off_policy,
     reference,
     relative,
-    set_mask_way,
+    use_mask_path,
 )
 from torch import Tensor
 
@@ -140,7 +140,7 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     batch = make_batch(vocab=vocab, bias=True, masked=True, dtype=dtype)
     if masked:
         batch.options["sampling_mask"] = make_sampling_mask(tuple(batch.ids.shape), vocab)
-        set_mask_way(monkeypatch, "dense", vocab)
+        use_mask_path(monkeypatch, "dense", vocab)
     batch, strides = off_policy(batch, config), []
     allocate = chunk_size.allocate_rows
     monkeypatch.setattr(

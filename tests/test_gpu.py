@@ -22,8 +22,8 @@ from helpers import (
     reference,
     relative,
     serve_only,
-    set_mask_way,
     true_logps,
+    use_mask_path,
 )
 from kernel_checks import SIGNALLING
 from option_space import CHUNK_ROWS, KERNEL_CASES, build, choose, name_of, rounding_of, size_of_loss
@@ -365,5 +365,5 @@ def test_variant_at_a_real_vocabulary(case, kernels):
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=name_of)
 def test_variant_is_as_exact_as_eager_float32(case, kernels, monkeypatch):
     vocab, chosen = 37, choose(*case)
-    set_mask_way(monkeypatch, chosen["sampling_mask"], vocab)
+    use_mask_path(monkeypatch, chosen["sampling_mask"], vocab)
     assert_as_exact_as_eager_float32(case, kernels, vocab, rounding_of(case[0], chosen), CHUNK_ROWS)

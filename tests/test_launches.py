@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import leaves, make_batch, off_policy, set_mask_way
+from helpers import leaves, make_batch, off_policy, use_mask_path
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
@@ -108,7 +108,7 @@ def test_metrics_of_a_sampling_engine(launches):
 
 def test_kept_ids(launches, monkeypatch):
     """Tokens with a sampling mask: one read, and few operations for each matrix of kept ids."""
-    set_mask_way(monkeypatch, "gathers", 90)
+    use_mask_path(monkeypatch, "gathers", 90)
     batch, found = off_policy(make_batch(3, sequences=2, length=4, vocab=90)), []
     for most in (40, 80):  # one matrix has room for them and the sampled id, or two
         mask = gk.SamplingMask.from_lists([[range(most - 30 * t) for t in range(2)] * 2] * 2)

@@ -24,7 +24,7 @@ from helpers import (
     packed,
     reference,
     relative,
-    set_mask_way,
+    use_mask_path,
 )
 from torch import Tensor
 
@@ -473,11 +473,11 @@ def test_a_rest_of_the_policy_below_float32(backend, divergence):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
-@pytest.mark.parametrize("way", ["gathers", "dense", "both"])
-def test_the_kept_ids_of_a_mask_are_the_teachers(way, backend, divergence, monkeypatch):
+@pytest.mark.parametrize("path", ["gathers", "dense", "both"])
+def test_the_kept_ids_of_a_mask_are_the_teachers(path, backend, divergence, monkeypatch):
     """A teacher that is renormalised over its ids, and the loss under the same mask: products over only these ids, or
     over all, with temperatures, scale and softcap."""
-    set_mask_way(monkeypatch, way, VOCAB)
+    use_mask_path(monkeypatch, path, VOCAB)
     config = config_of(divergence, temperature=torch.linspace(0.5, 2.0, 36).view(6, 6), logit_softcap=3.0, chunk_rows=7)
     batch, teacher = batch_of(config), make_top_k((6, 6), "renormalize", 9)
     ids = teacher.ids.amax(-1)

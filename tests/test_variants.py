@@ -20,7 +20,7 @@ from helpers import (
     make_batch,
     off_policy,
     reference,
-    set_mask_way,
+    use_mask_path,
 )
 from option_space import (
     CASES,
@@ -58,7 +58,7 @@ def test_variant_is_as_exact_as_eager_float32(case, backend, monkeypatch):
     point, variation = case
     batch, config, exact, size, eager = computed(point, variation)
     chosen = choose(point, variation)
-    set_mask_way(monkeypatch, chosen["sampling_mask"], len(batch.weight))
+    use_mask_path(monkeypatch, chosen["sampling_mask"], len(batch.weight))
     slack = rounding_of(point, chosen)
     assert exact.grads["hidden"].norm() > 0
     # The interpreter is slow, and chunks are the engine's: there each variation has one size of its own.

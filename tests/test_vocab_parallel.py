@@ -18,7 +18,7 @@ import torch
 import verl_package
 from conftest import run_gpu_backends_on_cpu
 from helpers import (
-    MASK_WAYS,
+    MASK_PATHS,
     Batch,
     Result,
     assert_close,
@@ -33,7 +33,7 @@ from helpers import (
     packed,
     reference,
     relative,
-    set_mask_way,
+    use_mask_path,
     whole_chunk,
 )
 from option_space import POINTS, build, choose, size_of_loss
@@ -138,7 +138,7 @@ def options_of_a_walk(rank: int, group) -> None:
         point = POINTS[of_each * i + 8 * i % of_each]
         chosen = choose(point, i // 2 % 2)
         batch, config = build(point, chosen, VOCAB)
-        with way_of_masks(chosen["sampling_mask"]):
+        with mask_path(chosen["sampling_mask"]):
             found = whole(fused(sliced(batch, rank, group), config, BACKENDS[i % 2]), group, rank)
         assert_same_on_all_ranks(found, group)
         for name, error in errors(found, reference(batch, config), size_of_loss(batch, config)).items():
@@ -146,19 +146,19 @@ def options_of_a_walk(rank: int, group) -> None:
 
 
 @contextmanager
-def way_of_masks(way: str) -> Iterator[None]:
+def mask_path(path: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        set_mask_way(patch, way, VOCAB)
+        use_mask_path(patch, path, VOCAB)
         yield
 
 
 def equal_to_one_process(rank: int, group) -> None:
-    """Without a sampling mask, and with one, each configuration by another way to the logits."""
-    ways = itertools.cycle(MASK_WAYS)
+    """Without a sampling mask, and with one, each configuration by another path to the logits."""
+    paths = itertools.cycle(MASK_PATHS)
     for backend, (i, config) in itertools.product(BACKENDS, enumerate(CASES.values())):
         assert_equal_to_one_process(batches(config), config, backend, rank, group)
         if not config.static_shapes:  # refused with a mask
-            with way_of_masks(next(ways)):
+            with mask_path(next(paths)):
                 assert_equal_to_one_process(batches(config, make_mask(least=i % 2)), config, backend, rank, group)
 
 
@@ -169,7 +169,7 @@ def equal_in_16_bits(rank: int, group) -> None:
     for dtype, backend, config, mask in itertools.product((torch.bfloat16, torch.float16), BACKENDS, configs, masks):
         batch = batches(config, mask).head_as(dtype)
         exact = reference(batch, config)
-        with way_of_masks("both"):
+        with mask_path("both"):
             one = errors(fused(batch, config, backend), exact)
             found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
         assert_same_on_all_ranks(found, group)
@@ -258,11 +258,11 @@ def k_ids(rank: int, group) -> None:
 def logps_alone(rank: int, group) -> None:
     plain = make_batch(1, bias=True, masked=True, vocab=VOCAB)
     mask = {"sampling_mask": make_sampling_mask(tuple(plain.ids.shape), VOCAB)}
-    for backend, way in itertools.product(BACKENDS, ("none", *MASK_WAYS)):
-        batch = plain if way == "none" else plain.with_options(**mask)
+    for backend, path in itertools.product(BACKENDS, ("none", *MASK_PATHS)):
+        batch = plain if path == "none" else plain.with_options(**mask)
         alone, own = leaves(batch), leaves(sliced(batch, rank, group))
         options = dict(entropy=True, temperature=1.2, logit_softcap=4.0, backend=backend)
-        with way_of_masks(way):
+        with mask_path(path):
             one, found = whole_chunk(alone, **options), whole_chunk(own, vocab_parallel_group=group, **options)
             for chunk in (one, found):
                 (chunk.logps.sin().sum() + chunk.entropy.square().sum()).backward()
@@ -280,10 +280,10 @@ def kept_ids_outside_of_the_vocabulary(rank: int, group) -> None:
     batch = make_batch(1, vocab=VOCAB)
     mine = sliced(batch, rank, group)
     counts = torch.ones_like(batch.ids).index_fill(0, torch.tensor([0]), 2)
-    for backend, way, wrong in itertools.product(BACKENDS, MASK_WAYS, (VOCAB, 2**31 - 1, -1, -(2**31))):
+    for backend, path, wrong in itertools.product(BACKENDS, MASK_PATHS, (VOCAB, 2**31 - 1, -1, -(2**31))):
         pairs = torch.tensor(sorted([3, wrong])).repeat(6)
         call = partial(gk.fused_logps, mine.hidden, mine.weight, mine.ids, vocab_parallel_group=group, backend=backend)
-        with way_of_masks(way), pytest.MonkeyPatch.context() as patch:
+        with mask_path(path), pytest.MonkeyPatch.context() as patch:
             for module in (validate, kept):
                 patch.setattr(module, "checks_values", lambda device: False)
             mask = gk.SamplingMask(torch.cat([pairs, torch.full((18,), 5)]).int(), counts)
