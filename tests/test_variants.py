@@ -98,11 +98,11 @@ def test_the_walk_of_the_kernels_has_every_pair_of_options_and_every_loss():
         ({"off_policy_mask_threshold": 0.1}, True, 1, {"backward"}),
     ],
 )
-def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, rows, expected):
+def test_sequences_are_one_chunk_or_their_logits_are_computed_again(monkeypatch, backend, options, off, rows, expected):
     """A loss of single tokens; whole sequences in a chunk; statistics of all tokens first, and their logits again."""
     batch, calls = make_batch(3), []
     batch = off_policy(batch) if off else batch.with_options(ref_logps=batch.hidden.new_full(batch.ids.shape, -3.0))
-    for way in ("sequences", "backward"):
-        call_counter(monkeypatch, HeadPass, way, calls, lambda *_, way=way, **__: way)
+    for method in ("sequences", "backward"):
+        call_counter(monkeypatch, HeadPass, method, calls, lambda *_, method=method, **__: method)
     fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
     assert set(calls) == expected
