@@ -133,14 +133,14 @@ def per_token(batch, teacher, hidden, weight, bias):
     return (found.sin() * torch.arange(6)).sum(), found
 
 
-TAUGHT = (beside_the_loss, beside_under_autocast, alone, per_token)
+TEACHER_STEPS = (beside_the_loss, beside_under_autocast, alone, per_token)
 
 
 @pytest.mark.parametrize(
     ("kind", "step"),
     [  # all steps with one kind, two with each other kind
         (kind, step)
-        for (i, kind), (j, step) in itertools.product(enumerate((*KINDS, *OWN)), enumerate(TAUGHT))
+        for (i, kind), (j, step) in itertools.product(enumerate((*KINDS, *OWN)), enumerate(TEACHER_STEPS))
         if (i == 0 or (i + j) % 2) and (kind, step) != ("renormalize", alone)
     ],
 )
@@ -358,14 +358,14 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     of_tokens, numbers = [batch.ids, mask, None, *kept], [1.0, 1.0, 0.0, 0.0]
     of_k = [torch.stack([batch.ids, batch.ids // 2, batch.ids], -1), mask, None, None, None]
     key_of_teacher, of_teacher = teacher_to_key(teacher_of("own tail", shape=(4, 6), dtype=dtype))
-    taught = [batch.ids, *tokens[:-2], None, None, *of_teacher]
+    distilled = [batch.ids, *tokens[:-2], None, None, *of_teacher]
     distils, none = gk.GRPOConfig(distill_coef=0.5).key, ("", gk.GRPOConfig().key)
     of_divergence = [batch.ids, mask, None, None, None, *of_teacher]
     wants = [True, True, True]
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
         "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, True, sparse, name, None, wants, ""),
-        "grpo_loss, a teacher": (hidden, weight, bias, taught, 2, True, distils, name, None, wants, key_of_teacher),
+        "grpo_loss, a teacher": (hidden, weight, bias, distilled, 2, True, distils, name, None, wants, key_of_teacher),
         "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None, None, 0, *none),
         "logps, K ids": (hidden, weight, bias, of_k, numbers, True, name, None, None, 0, *none),
         "logps, the likeliest": (*plain, [batch.ids, *of_k[1:]], numbers, False, name, None, None, 3, *none),

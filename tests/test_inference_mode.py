@@ -47,9 +47,9 @@ def calls() -> dict[str, dict[str, Any]]:
         | dict(cu_seqlens=offsets.options["cu_seqlens"], loss_fn=lambda chunk: chunk.logps.exp().sum()),
     }
     for kind in (*KINDS, *OWN):
-        taught = head | masked | {"teacher": teacher_of(kind, shape=(4, 6))}
-        found[f"fused_divergence, {kind}"] = taught | {"temperature": torch.full((4, 6), 0.8)}
-        found[f"fused_distillation_loss, {kind}"] = taught
+        with_teacher = head | masked | {"teacher": teacher_of(kind, shape=(4, 6))}
+        found[f"fused_divergence, {kind}"] = with_teacher | {"temperature": torch.full((4, 6), 0.8)}
+        found[f"fused_distillation_loss, {kind}"] = with_teacher
     return found
 
 

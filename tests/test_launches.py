@@ -21,18 +21,18 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "tolist")  # the hos
 ATOMIC = ("index_add", "index_add_", "scatter_add", "scatter_add_", "bincount", "histc")
 
 
-class Launches(TorchDispatchMode):
+class LaunchRecorder(TorchDispatchMode):
     """What would be launched, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         is_view = any(x.alias_info and not x.alias_info.is_write for x in function._schema.returns)
         if not is_view and name not in NO_KERNEL:
-            self.found.append(name)
+            self.names.append(name)
         return function(*args, **(kwargs or {}))
 
 
@@ -46,10 +46,10 @@ def launches(monkeypatch):
     monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
     monkeypatch.setitem(kept.WIDTHS, "cpu", kept.WIDTHS["cuda"])
     kept._kinds.cache_clear()
-    read, launches = torch.Tensor.tolist, Launches()
+    read, launches = torch.Tensor.tolist, LaunchRecorder()
 
     def tolist(self):
-        launches.found.append("tolist")
+        launches.names.append("tolist")
         return read(self)
 
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
@@ -69,10 +69,10 @@ def step(launches, batch, preset, backend="cpu", **options):
         out = gk.fused_grpo_loss(*tensors, config=config, backend=backend, **given)
 
     for part in (loss, lambda: out.metrics, lambda: out.loss.backward(torch.tensor(2.0))):
-        launches.found = []
+        launches.names = []
         with launches:
             part()
-        found.append(launches.found)
+        found.append(launches.names)
     return found
 
 

@@ -408,7 +408,7 @@ def refusals(rank: int, group) -> None:
     shorter = {"hidden": batch.hidden[:, :5], "completion_ids": batch.ids[:, :5], "old_logps": None}
     distils, own = gk.GRPOConfig(distill_coef=0.5), make_teacher((6, 6))
     own = dataclasses.replace(own, weight=own.weight[rows_of(rank, 2)], bias=own.bias[rows_of(rank, 2)])
-    taught = {"config": distils, "teacher": dataclasses.replace(own, top_k=3)}
+    with_teacher = {"config": distils, "teacher": dataclasses.replace(own, top_k=3)}
     shorter |= {"ref_logps": None, "completion_mask": None}
     for changes, message in (
         (shorter, r"shape of hidden \(its tokens\) must be the same on all ranks"),
@@ -416,7 +416,7 @@ def refusals(rank: int, group) -> None:
         ({"config": gk.GRPOConfig(epsilon_low=0.1)}, "config and other arguments must be the same"),
         ({"old_logps": None}, "config and other arguments must be the same"),
         ({"sampling_mask": make_mask()}, "config and other arguments must be the same"),
-        (taught, "config and other arguments must be the same"),
+        (with_teacher, "config and other arguments must be the same"),
         ({"hidden": batch.hidden.clone().requires_grad_()}, "inputs that require gradients must be the same"),
     ):
         with pytest.raises(ValueError, match=message):
