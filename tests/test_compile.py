@@ -11,7 +11,7 @@ import torch._dynamo.testing
 import torch.autograd.forward_ad as forward_ad
 import torch.fx.experimental.proxy_tensor
 from helpers import Batch, good_calls, leaves, make_batch, off_policy, token_inputs
-from test_teacher import KINDS, OWN, teacher_of
+from teachers import KINDS, OWN, teacher_of
 from torch import func
 from torch._library.custom_ops import CustomOpDef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -27,8 +27,8 @@ from helpers import (
 )
 from kernel_checks import SIGNALLING
 from option_space import CHUNK_ROWS, KERNEL_CASES, build, choose, name_of, rounding_of, size_of_loss
+from teachers import MODES, make_teacher, make_top_k
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
-from test_teacher import MODES, make_teacher, make_top_k
 
 import grpo_kernels as gk
 from grpo_kernels.head import kept

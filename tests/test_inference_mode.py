@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import good_calls, make_batch, make_sampling_mask, off_policy, packed
-from test_teacher import KINDS, OWN, teacher_of
+from teachers import KINDS, OWN, teacher_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import good_calls, make_batch, off_policy, reference, tensors
-from test_teacher import make_teacher
+from teachers import make_teacher
 from torch import Tensor
 
 import grpo_kernels as gk

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Batch, call, fused, leaves, make_batch, packed, reference, relative
-from test_teacher import MODES, VOCAB, batch_of, config_of, exact_log_p, make_teacher
+from teachers import MODES, VOCAB, batch_of, config_of, make_teacher
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -28,6 +28,14 @@ LOGITS: dict[str, dict[str, Any]] = {
     "softcap, scale, temperature": dict(logit_softcap=4.0, logit_scale=0.7, temperature=1.3),
     "a temperature per token": dict(temperature=torch.linspace(0.5, 2.0, 24).view(4, 6)),
 }
+
+
+def exact_log_p(batch: Batch, *, temperature: Any = 1.0, logit_scale: float = 1.0, logit_softcap: Any = None) -> Tensor:
+    """(..., V) of what the batch holds, in its type."""
+    z = logit_scale * (batch.hidden @ batch.weight.T + (0.0 if batch.bias is None else batch.bias))
+    z = z if logit_softcap is None else logit_softcap * (z / logit_softcap).tanh()
+    temperature = temperature[..., None] if isinstance(temperature, Tensor) else temperature
+    return (z / temperature).log_softmax(-1)
 
 
 def make_ids(batch: Batch, k: int = K) -> Tensor:

@@ -38,8 +38,8 @@ from helpers import (
 )
 from option_space import POINTS, build, choose, size_of_loss
 from ranks import run_ranks
+from teachers import KINDS, OWN, config_of, make_teacher, make_top_k, teacher_of
 from test_plain_tensors import check_dtensors
-from test_teacher import KINDS, OWN, config_of, make_teacher, make_top_k, teacher_of
 from torch import Tensor, distributed
 
 import grpo_kernels as gk
