@@ -150,6 +150,11 @@ def leaves(batch: Batch, *frozen: str) -> Batch:
     return dataclasses.replace(batch, **own)
 
 
+def gradients_of(loss: Tensor, batch: Batch) -> list[Tensor]:
+    """With respect to hidden, weight and bias, which the batch has."""
+    return list(torch.autograd.grad(loss, [getattr(batch, name) for name in LEAVES]))
+
+
 def call(batch: Batch, config: gk.GRPOConfig | None = None, backend: str = "auto", **options: Any) -> gk.GRPOLossOutput:
     """The loss of the tensors of the batch, as they are."""
     given = {"lm_head_bias": batch.bias, "config": config, "backend": backend, **batch.options, **options}

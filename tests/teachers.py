@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from helpers import Batch, make_batch, off_policy
+from torch import Tensor
 
 import grpo_kernels as gk
 
@@ -58,3 +59,11 @@ def batch_of(config: gk.GRPOConfig | None = None, **options: Any) -> Batch:
 def config_of(divergence: str, **options: Any) -> gk.GRPOConfig:
     beta = {"divergence_beta": 0.3} if divergence == "jsd" else {}
     return gk.GRPOConfig(distill_coef=0.7, divergence=divergence, **beta, **options)
+
+
+def exact_log_p(batch: Batch, *, temperature: Any = 1.0, logit_scale: float = 1.0, logit_softcap: Any = None) -> Tensor:
+    """(..., V) of what the batch holds, in its type."""
+    z = logit_scale * (batch.hidden @ batch.weight.T + (0.0 if batch.bias is None else batch.bias))
+    z = z if logit_softcap is None else logit_softcap * (z / logit_softcap).tanh()
+    temperature = temperature[..., None] if isinstance(temperature, Tensor) else temperature
+    return (z / temperature).log_softmax(-1)

@@ -20,6 +20,7 @@ from helpers import (
     call,
     errors,
     fused,
+    gradients_of,
     leaves,
     loss_by,
     make_batch,
@@ -61,10 +62,6 @@ def masked_batch(seed: int = 0, *, least: int = 0, most: int = 40, dtype: torch.
     return off_policy(batch.with_options(sampling_mask=mask, completion_mask=padding_mask))
 
 
-def gradients_of(loss: Tensor, batch: Batch) -> dict[str, Tensor]:
-    return dict(zip(LEAVES, torch.autograd.grad(loss, [getattr(batch, name) for name in LEAVES]), strict=True))
-
-
 def test_only_tokens_with_a_gradient_are_scored(backend, mask_path):
     """test_variants.py has masks with every other option."""
     config, batch = gk.GRPOConfig(surrogate="gmpo", score_inactive=False), masked_batch()
@@ -100,7 +97,7 @@ def test_other_functions(function, level, backend, mask_path):
     torch.testing.assert_close(again, loss, **(dict(rtol=0, atol=0) if function == "fused_logps" else {}))
     exact = reference(batch.with_options(normalizer=1, entropy_normalizer=1), dataclasses.replace(UNCLIPPED, **given))
     assert relative(loss.detach(), exact.loss) <= TOLERANCE
-    for name, x in gradients_of(loss, batch).items():
+    for name, x in zip(LEAVES, gradients_of(loss, batch), strict=True):
         assert relative(x, exact.grads[name]) <= TOLERANCE, name
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from helpers import (
     packed,
     reference,
     relative,
-    use_mask_path,
 )
 from teachers import KINDS, MODES, OWN, VOCAB, batch_of, config_of, make_teacher, make_top_k, teacher_of
 from torch import Tensor
@@ -366,84 +364,6 @@ def test_autocast_takes_any_types_of_a_teacher(hidden, weight, top_k):
         wide = [x.detach().double() for x in (batch.hidden, batch.weight)]
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=rf"Teacher\.weight is {weight}"):
             gk.fused_distillation_loss(*wide, teacher)  # autocast leaves float64 as it is
-
-
-# --- teachers that are known at K ids ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [1, VOCAB])
-@pytest.mark.parametrize("kind", [*MODES, *OWN])
-def test_one_id_and_all_of_them(kind, k):
-    for divergence, backend in itertools.product(DIVERGENCES, BACKENDS):
-        config = config_of(divergence, chunk_rows=7)
-        batch = batch_of(config).with_options(teacher=teacher_of(kind, k))
-        exact = reference(batch, config)
-        found = errors(fused(batch, config, backend), exact, loss_scale=0.0 if kind in MODES else 1.0)
-        assert max(found.values()) <= 3e-6, (divergence, backend, found)
-
-
-def test_a_certain_teacher_leaves_the_others_some_mass():
-    """Q = 1 in float32: the divergence stays finite."""
-    for divergence in DIVERGENCES:
-        config = config_of(divergence)
-        batch = batch_of(config)
-        batch = batch.with_options(teacher=gk.TopKTeacher(batch.ids[..., None], torch.zeros(6, 6, 1)))
-        found = fused(batch, config, "cpu")
-        assert found.loss.isfinite()
-        assert_close(found, reference(batch, config), 3e-6)
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
-def test_a_rest_of_the_policy_below_float32(backend, divergence):
-    """All but e^-120 of the policy's mass is on the teacher's ids: the other ids still get their gradient, which is as
-    large as what the teacher leaves them."""
-    config = config_of(divergence, entropy_coef=0.1)
-    batch = batch_of(config)
-    bias = torch.full((VOCAB,), -120.0)
-    bias[:4] = 0.0
-    teacher = gk.TopKTeacher(torch.arange(4).expand(6, 6, 4), torch.full((6, 6, 4), math.log(0.2)))
-    weight = batch.weight.clone()
-    weight[4:] *= 1e-3
-    batch = dataclasses.replace(batch, weight=weight, bias=bias, ids=batch.ids % 4).with_options(teacher=teacher)
-    found, exact = errors(fused(batch, config, backend), reference(batch, config)), reference(batch, config)
-    assert max(found.values()) <= 3e-6, found
-    if divergence == "forward_kl":
-        own, other = (x.grads["bias"][4:] for x in (fused(batch, config, backend), exact))
-        assert relative(own, other) <= 3e-6 and other.abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
-@pytest.mark.parametrize("path", ["gathers", "dense", "both"])
-def test_the_kept_ids_of_a_mask_are_the_teachers(path, backend, divergence, monkeypatch):
-    """A teacher that is renormalised over its ids, and the loss under the same mask: products over only these ids, or
-    over all, with temperatures, scale and softcap."""
-    use_mask_path(monkeypatch, path, VOCAB)
-    config = config_of(divergence, temperature=torch.linspace(0.5, 2.0, 36).view(6, 6), logit_softcap=3.0, chunk_rows=7)
-    batch, teacher = batch_of(config), make_top_k((6, 6), "renormalize", 9)
-    ids = teacher.ids.amax(-1)
-    ids[::2, 1:3] = ((ids + 1) % VOCAB)[::2, 1:3]  # samples that the teacher's list does not have
-    assert not (teacher.ids == ids[..., None]).any(-1).all()
-    batch = dataclasses.replace(batch, ids=ids).with_options(teacher=teacher, sampling_mask=teacher.sampling_mask)
-    exact = reference(batch, config)
-    found = errors(fused(batch, config, backend), exact, loss_scale=1.0)
-    assert max(found.values()) <= 3e-6, found
-
-
-def test_lists_of_sampling_engines():
-    """vLLM's dictionaries, of numbers or of objects, SGLang's triples, ragged, None for a token without any."""
-    entry = SimpleNamespace(logprob=-0.5)
-    lists = [[{3: -0.1, 9: -2.5}, None], [[(-0.2, 7, "text"), (-2.0, 1, None)], {4: entry}, {5: -1.0}]]
-    teacher = gk.TopKTeacher.from_lists(lists, length=4, mode="truncate")
-    assert teacher.ids.tolist() == [
-        [[3, 9], [-1, -1], [-1, -1], [-1, -1]], [[7, 1], [4, -1], [5, -1], [-1, -1]],
-    ]  # fmt: skip
-    assert teacher.logps[1, 1, 0] == -0.5 and teacher.mode == "truncate"
-    wrongs: list[tuple[Any, type[Exception]]] = [([[3]], TypeError), ([[[(None, 3)]]], TypeError)]
-    for wrong, error in (*wrongs, ([[None]], ValueError), ([[{3: -0.1}] * 5], ValueError)):
-        with pytest.raises(error, match=r"entries|length=4"):
-            gk.TopKTeacher.from_lists(wrong, length=4)
 
 
 # --- bad input: test_bad_input.py has the rest ------------------------------------------------------------------------
