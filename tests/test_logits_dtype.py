@@ -135,15 +135,15 @@ def test_compiled_calls_take_it():
 
 
 def test_trls_trainer_and_patch(types):
-    import test_trl
+    import trl_calls
     import trl_parity as parity
 
     from grpo_kernels.integrations import trl, trl_distillation
 
     cls = partial(trl.FusedGRPOTrainer, logits_dtype=torch.float32)
     for quantile in (1.0, 0.4):
-        test_trl.computed(cls, "plain", {"loss_type": "grpo", "top_entropy_quantile": quantile}, "train")
-    trainer, inputs = parity.make_trainer(cls, "qwen2", {"loss_type": "grpo"}), test_trl.crafted_inputs()
+        trl_calls.computed(cls, "plain", {"loss_type": "grpo", "top_entropy_quantile": quantile}, "train")
+    trainer, inputs = parity.make_trainer(cls, "qwen2", {"loss_type": "grpo"}), trl_calls.crafted_inputs()
     trainer._run(trainer.model, inputs)
     assert len(types) >= 3 and set(types) == {torch.float32}
 
