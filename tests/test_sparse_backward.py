@@ -30,9 +30,10 @@ from helpers import (
     reference,
     use_mask_path,
 )
+from model_calls import ADVANTAGES
+from model_calls import batch as model_batch
 from option_space import POINTS, build, choose
-from test_peft import ADVANTAGES, adapted
-from test_transformers import batch as model_batch
+from test_peft import adapted
 
 import grpo_kernels as gk
 from grpo_kernels.head import kept, sparse
