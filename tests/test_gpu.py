@@ -13,7 +13,6 @@ import torch
 from helpers import (
     Batch,
     assert_within,
-    eager_errors,
     errors,
     fused,
     leaves,
@@ -26,7 +25,7 @@ from helpers import (
     use_mask_path,
 )
 from kernel_checks import SIGNALLING
-from option_space import CHUNK_ROWS, KERNEL_CASES, build, choose, name_of, rounding_of, size_of_loss
+from option_space import CHUNK_ROWS, KERNEL_CASES, build, choose, eager_errors, name_of, rounding_of, size_of_loss
 from teachers import MODES, make_teacher, make_top_k
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 

@@ -14,7 +14,6 @@ import pytest
 from helpers import (
     assert_within,
     call_counter,
-    eager_errors,
     errors,
     fused,
     make_batch,
@@ -30,6 +29,7 @@ from option_space import (
     Point,
     build,
     choose,
+    eager_errors,
     name_of,
     rounding_of,
     size_of_loss,
