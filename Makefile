@@ -35,7 +35,7 @@ endif
 VLLM = build/vllm
 # What torch itself takes part in: custom operators, torch.compile, autograd, autocast, with every surrogate. Triton's
 # interpreter takes the Triton that tests/triton_interpreter.py was written for: it runs with the newest torch alone.
-TORCH_TESTS = compile compile_dynamic inference_mode engine accumulation chunks precision sweep policy_loss sampling_mask traps variants env
+TORCH_TESTS = compile compile_dynamic operators engine accumulation chunks precision sweep policy_loss sampling_mask traps variants env check
 TORCH_SELECTED = not triton and not cuda
 SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))

@@ -1,7 +1,7 @@
 """What a model does to the output of its lm_head before the softmax, read from its configuration.
 
 The rules come from the model code of transformers 5.23 (`modeling_<model type>.py`, the class for generation), and
-for "minicpm" from its checkpoints. tests/test_transformers.py compares them with the installed transformers.
+for "minicpm" from its checkpoints. tests/test_logit_transform.py compares them with the installed transformers.
 """
 
 from __future__ import annotations

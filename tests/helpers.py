@@ -150,6 +150,11 @@ def leaves(batch: Batch, *frozen: str) -> Batch:
     return dataclasses.replace(batch, **own)
 
 
+def gradients_of(loss: Tensor, batch: Batch) -> list[Tensor]:
+    """With respect to hidden, weight and bias, which the batch has."""
+    return list(torch.autograd.grad(loss, [getattr(batch, name) for name in LEAVES]))
+
+
 def call(batch: Batch, config: gk.GRPOConfig | None = None, backend: str = "auto", **options: Any) -> gk.GRPOLossOutput:
     """The loss of the tensors of the batch, as they are."""
     given = {"lm_head_bias": batch.bias, "config": config, "backend": backend, **batch.options, **options}
@@ -313,37 +318,6 @@ def assert_within(
         assert error <= bound, f"{name}: error {error:.2e}, allowed {factor} x {allowed[name]:.2e} + {slack:.0e}"
 
 
-def eager_errors(
-    batch: Batch,
-    config: gk.GRPOConfig,
-    exact: Result,
-    loss_scale: float = 0.0,
-    eager: Callable[[Batch, gk.GRPOConfig], Result] = lambda batch, config: reference(batch, config, torch.float32),
-) -> dict[str, float]:
-    """Errors of `eager`: the largest of three orders of summation, since one order may be lucky."""
-    largest: dict[str, float] = {}
-    for seed in range(3):
-        g = torch.Generator().manual_seed(seed)
-        columns, rows = (torch.randperm(size, generator=g) for size in (batch.hidden.shape[-1], len(batch.weight)))
-        shuffled = dataclasses.replace(
-            batch,
-            hidden=batch.hidden[..., columns],
-            weight=batch.weight[rows][:, columns],
-            ids=rows.argsort()[batch.ids],
-            bias=None if batch.bias is None else batch.bias[rows],
-        )
-        if "sampling_mask" in batch.options:
-            shuffled = shuffled.with_options(sampling_mask=renamed(batch.options["sampling_mask"], rows.argsort()))
-        run = eager(shuffled, config)
-        run.grads["hidden"] = run.grads["hidden"][..., columns.argsort()]
-        run.grads["weight"] = run.grads["weight"][rows.argsort()][:, columns.argsort()]
-        if "bias" in run.grads:
-            run.grads["bias"] = run.grads["bias"][rows.argsort()]
-        for name, error in errors(run, exact, loss_scale).items():
-            largest[name] = max(error, largest.get(name, 0.0))
-    return largest
-
-
 def assert_close(found: Result, exact: Result, tolerance: float = 2e-6) -> None:
     """Each relative error is at most `tolerance`."""
     for name, error in errors(found, exact).items():
@@ -391,20 +365,14 @@ def make_sampling_mask(
     return gk.SamplingMask(gk.SamplingMask.from_lists(rows).ids, counts)
 
 
-def renamed(mask: gk.SamplingMask, names: Tensor) -> gk.SamplingMask:
-    """The mask with id names[i] (V,) in place of i."""
-    rows = [names[row].tolist() for row in mask.ids.long().split(mask.counts.flatten().tolist())]
-    return gk.SamplingMask(gk.SamplingMask.from_lists(rows).ids, mask.counts)
+MASK_PATHS = ("gathers", "dense", "both")
 
 
-MASK_WAYS = ("gathers", "dense", "both")
-
-
-def set_mask_way(monkeypatch: Any, way: str, vocab: int) -> None:
+def use_mask_path(monkeypatch: Any, path: str, vocab: int) -> None:
     """How tokens with a sampling mask get their logits; "both": those with at most an eighth of the ids by gathers;
     "none": there is no mask."""
-    if way != "none":
-        ratio = {"gathers": 0.5, "dense": vocab + 1, "both": 8}[way]
+    if path != "none":
+        ratio = {"gathers": 0.5, "dense": vocab + 1, "both": 8}[path]
         monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": ratio, "cuda": ratio})
 
 

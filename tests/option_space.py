@@ -1,13 +1,16 @@
-"""The space of options that test_variants.py walks: axes in full, the other options drawn per point, kinks avoided."""
+"""The space of options that test_variants.py walks: axes in full, the other options drawn per point, kinks avoided; the
+errors of eager float32 there."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from helpers import MASK_WAYS, Batch, make_batch, make_sampling_mask, packed, true_logps
+from helpers import MASK_PATHS, Batch, Result, errors, make_batch, make_sampling_mask, packed, reference, true_logps
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -38,7 +41,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "entropy_threshold": ("none", "number", "tensor"),
     "off_policy_mask": (None, 0.02),
     "normalizer": ("none", "number", "tensor", "num_items"),
-    "sampling_mask": ("none", *MASK_WAYS),
+    "sampling_mask": ("none", *MASK_PATHS),
 }
 
 
@@ -260,3 +263,43 @@ def is_smooth(batch: Batch, config: gk.GRPOConfig, step: float = 5e-5) -> bool:
     return bool(first.any()) and all(
         bool(((g - first).abs() <= 0.01 * first.abs() + 1e-9).all()) and c == counts for g, c in seen[1:]
     )
+
+
+# --- errors of eager float32, which bound those of the package --------------------------------------------------------
+
+
+def renamed(mask: gk.SamplingMask, names: Tensor) -> gk.SamplingMask:
+    """The mask with id names[i] (V,) in place of i."""
+    rows = [names[row].tolist() for row in mask.ids.long().split(mask.counts.flatten().tolist())]
+    return gk.SamplingMask(gk.SamplingMask.from_lists(rows).ids, mask.counts)
+
+
+def eager_errors(
+    batch: Batch,
+    config: gk.GRPOConfig,
+    exact: Result,
+    loss_scale: float = 0.0,
+    eager: Callable[[Batch, gk.GRPOConfig], Result] = lambda batch, config: reference(batch, config, torch.float32),
+) -> dict[str, float]:
+    """Errors of `eager`: the largest of three orders of summation, since one order may be lucky."""
+    largest: dict[str, float] = {}
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        columns, rows = (torch.randperm(size, generator=g) for size in (batch.hidden.shape[-1], len(batch.weight)))
+        shuffled = dataclasses.replace(
+            batch,
+            hidden=batch.hidden[..., columns],
+            weight=batch.weight[rows][:, columns],
+            ids=rows.argsort()[batch.ids],
+            bias=None if batch.bias is None else batch.bias[rows],
+        )
+        if "sampling_mask" in batch.options:
+            shuffled = shuffled.with_options(sampling_mask=renamed(batch.options["sampling_mask"], rows.argsort()))
+        run = eager(shuffled, config)
+        run.grads["hidden"] = run.grads["hidden"][..., columns.argsort()]
+        run.grads["weight"] = run.grads["weight"][rows.argsort()][:, columns.argsort()]
+        if "bias" in run.grads:
+            run.grads["bias"] = run.grads["bias"][rows.argsort()]
+        for name, error in errors(run, exact, loss_scale).items():
+            largest[name] = max(error, largest.get(name, 0.0))
+    return largest

@@ -1,4 +1,4 @@
-"""Processes of the tests: the ranks of a group, over gloo."""
+"""Processes of the tests: the ranks of a group, over gloo, and what they compare."""
 
 from __future__ import annotations
 
@@ -32,3 +32,15 @@ def _rank(rank: int, ranks: int, store: str, work: Callable[[int, Any], None]) -
     gc.collect()  # wrappers of modules hold parts of the process group
     distributed.barrier()  # no rank closes a connection that another still uses
     distributed.destroy_process_group()
+
+
+def on_all_ranks(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    distributed.all_gather(found, x.contiguous(), group=group)
+    return found
+
+
+def assert_same_on_all_ranks(found: Any, group: Any) -> None:
+    values = [found.loss, found.logps, found.entropy, found.grads["hidden"], *found.metrics.values()]
+    for x in values:
+        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for y in on_all_ranks(x, group))

@@ -19,7 +19,7 @@ from helpers import (
     off_policy,
     reference,
     relative,
-    set_mask_way,
+    use_mask_path,
 )
 from torch import Tensor
 
@@ -153,7 +153,7 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     batch = make_batch(vocab=vocab, bias=True, masked=True, dtype=dtype)
     if masked:
         batch.options["sampling_mask"] = make_sampling_mask(tuple(batch.ids.shape), vocab)
-        set_mask_way(monkeypatch, "dense", vocab)
+        use_mask_path(monkeypatch, "dense", vocab)
     batch, strides = off_policy(batch, config), []
     allocate = chunk_size.allocate_rows
     monkeypatch.setattr(
@@ -165,20 +165,21 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     assert_within(errors(found, exact), errors(fused(batch, config, backend), exact), 1e-6)
 
 
-WAYS = {"fused": "token", "staged": "sequence", "recompute": "sequence"}
+LEVELS = {"tokens": "token", "whole sequences": "sequence", "sequences beyond a chunk": "sequence"}
 
 
 @pytest.mark.usefixtures("contiguous_scatter")
 @pytest.mark.parametrize(
-    ("way", "left_out"), [("fused", True), ("fused", False), ("staged", True), ("recompute", False)]
+    ("chunks", "left_out"),
+    [("tokens", True), ("tokens", False), ("whole sequences", True), ("sequences beyond a chunk", False)],
 )
-def test_gradients_narrower_than_their_logits(way, left_out, backend):
+def test_gradients_narrower_than_their_logits(chunks, left_out, backend):
     """Float32 logits of bfloat16 inputs: gradients lie over them on a GPU, in a buffer of their own on a CPU."""
     batch = off_policy(make_batch(2, sequences=6)).head_as(BFLOAT)
     if left_out:
         batch.advantages[::2] = 0.0
-    rows = {"fused": 20, "staged": 36, "recompute": 5}[way]
-    config = gk.GRPOConfig(importance_sampling_level=WAYS[way], logits_dtype=FLOAT, chunk_rows=rows)
+    rows = {"tokens": 20, "whole sequences": 36, "sequences beyond a chunk": 5}[chunks]
+    config = gk.GRPOConfig(importance_sampling_level=LEVELS[chunks], logits_dtype=FLOAT, chunk_rows=rows)
     found = fused(batch, config, backend)
     exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
     assert_within(errors(found, exact), errors(eager, exact), 0.0, of="grad")
@@ -187,13 +188,15 @@ def test_gradients_narrower_than_their_logits(way, left_out, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize(("way", "chunk_rows"), [("fused", 5), ("staged", None), ("recompute", 5)])
-def test_a_cpu_without_products_of_bfloat16(monkeypatch, way, chunk_rows, backend):
+@pytest.mark.parametrize(
+    ("chunks", "chunk_rows"), [("tokens", 5), ("whole sequences", None), ("sequences beyond a chunk", 5)]
+)
+def test_a_cpu_without_products_of_bfloat16(monkeypatch, chunks, chunk_rows, backend):
     """It multiplies in float32, whose logits are as exact as that; gradients have the type of their inputs."""
     for module in (chunk_size, lm_head):
         monkeypatch.setattr(module, "cpu_multiplies", lambda dtype: False)
     batch = off_policy(make_batch(3, sequences=8, bias=True)).head_as(BFLOAT)
-    config = gk.GRPOConfig(importance_sampling_level=WAYS[way], chunk_rows=chunk_rows, beta=0.1)
+    config = gk.GRPOConfig(importance_sampling_level=LEVELS[chunks], chunk_rows=chunk_rows, beta=0.1)
     multiplied = []
     call_counter(monkeypatch, torch, "mm", multiplied, lambda a, b, **_: {a.dtype, b.dtype})
     call_counter(monkeypatch, Tensor, "addmm_", multiplied, lambda total, a, b: {a.dtype, b.dtype})

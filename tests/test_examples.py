@@ -19,7 +19,7 @@ import torch
 import verl_package
 from accelerate.state import AcceleratorState
 from emulator.build import build_program
-from test_transformers import LENGTH, batch, own_logps, positions_of
+from model_calls import LENGTH, batch, own_logps, positions_of
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM

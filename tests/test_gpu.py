@@ -13,7 +13,6 @@ import torch
 from helpers import (
     Batch,
     assert_within,
-    eager_errors,
     errors,
     fused,
     leaves,
@@ -22,13 +21,13 @@ from helpers import (
     reference,
     relative,
     serve_only,
-    set_mask_way,
     true_logps,
+    use_mask_path,
 )
 from kernel_checks import SIGNALLING
-from option_space import CHUNK_ROWS, KERNEL_CASES, build, choose, name_of, rounding_of, size_of_loss
+from option_space import CHUNK_ROWS, KERNEL_CASES, build, choose, eager_errors, name_of, rounding_of, size_of_loss
+from teachers import MODES, make_teacher, make_top_k
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
-from test_teacher import MODES, make_teacher, make_top_k
 
 import grpo_kernels as gk
 from grpo_kernels.head import kept
@@ -365,5 +364,5 @@ def test_variant_at_a_real_vocabulary(case, kernels):
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=name_of)
 def test_variant_is_as_exact_as_eager_float32(case, kernels, monkeypatch):
     vocab, chosen = 37, choose(*case)
-    set_mask_way(monkeypatch, chosen["sampling_mask"], vocab)
+    use_mask_path(monkeypatch, chosen["sampling_mask"], vocab)
     assert_as_exact_as_eager_float32(case, kernels, vocab, rounding_of(case[0], chosen), CHUNK_ROWS)

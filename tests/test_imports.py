@@ -83,10 +83,6 @@ def test_no_two_rooms_need_each_other():
     TopologicalSorter(needs).prepare()
 
 
-def test_the_house_is_small():
-    assert len(FLOORS) <= 9 and sum(map(len, FLOORS)) - len(("__init__", "__main__")) <= 20
-
-
 def test_the_reference_stands_alone():
     from grpo_kernels import reference
 

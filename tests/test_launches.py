@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import leaves, make_batch, off_policy, set_mask_way
+from helpers import leaves, make_batch, off_policy, use_mask_path
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
@@ -21,18 +21,18 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "tolist")  # the hos
 ATOMIC = ("index_add", "index_add_", "scatter_add", "scatter_add_", "bincount", "histc")
 
 
-class Launches(TorchDispatchMode):
+class LaunchRecorder(TorchDispatchMode):
     """What would be launched, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         is_view = any(x.alias_info and not x.alias_info.is_write for x in function._schema.returns)
         if not is_view and name not in NO_KERNEL:
-            self.found.append(name)
+            self.names.append(name)
         return function(*args, **(kwargs or {}))
 
 
@@ -46,10 +46,10 @@ def launches(monkeypatch):
     monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
     monkeypatch.setitem(kept.WIDTHS, "cpu", kept.WIDTHS["cuda"])
     kept._kinds.cache_clear()
-    read, launches = torch.Tensor.tolist, Launches()
+    read, launches = torch.Tensor.tolist, LaunchRecorder()
 
     def tolist(self):
-        launches.found.append("tolist")
+        launches.names.append("tolist")
         return read(self)
 
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
@@ -69,10 +69,10 @@ def step(launches, batch, preset, backend="cpu", **options):
         out = gk.fused_grpo_loss(*tensors, config=config, backend=backend, **given)
 
     for part in (loss, lambda: out.metrics, lambda: out.loss.backward(torch.tensor(2.0))):
-        launches.found = []
+        launches.names = []
         with launches:
             part()
-        found.append(launches.found)
+        found.append(launches.names)
     return found
 
 
@@ -108,7 +108,7 @@ def test_metrics_of_a_sampling_engine(launches):
 
 def test_kept_ids(launches, monkeypatch):
     """Tokens with a sampling mask: one read, and few operations for each matrix of kept ids."""
-    set_mask_way(monkeypatch, "gathers", 90)
+    use_mask_path(monkeypatch, "gathers", 90)
     batch, found = off_policy(make_batch(3, sequences=2, length=4, vocab=90)), []
     for most in (40, 80):  # one matrix has room for them and the sampled id, or two
         mask = gk.SamplingMask.from_lists([[range(most - 30 * t) for t in range(2)] * 2] * 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import call_counter, good_calls, leaves, make_batch, relative, set_mask_way, true_logps
+from helpers import call_counter, good_calls, leaves, make_batch, relative, true_logps, use_mask_path
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -61,12 +61,12 @@ def test_the_likeliest_ids_are_those_that_sampling_keeps(dtype, backend, monkeyp
         assert torch.equal(support.ids, again.ids) and torch.equal(support.mass, again.mass)
 
 
-@pytest.mark.parametrize("mask_way", [None, "gathers", "dense"])
+@pytest.mark.parametrize("mask_path", [None, "gathers", "dense"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_policy_that_has_not_changed_has_ratios_of_1(dtype, mask_way, monkeypatch):
+def test_a_policy_that_has_not_changed_has_ratios_of_1(dtype, mask_path, monkeypatch):
     batch, mask = bfloat16_batch(sequences=100, vocab=211), None
-    if mask_way is not None:
-        set_mask_way(monkeypatch, mask_way, 211)
+    if mask_path is not None:
+        use_mask_path(monkeypatch, mask_path, 211)
         mask = gk.sampling_support(batch.hidden, batch.weight, batch.ids, top_k=6, logits_dtype=dtype)
     head: Any = batch.hidden.requires_grad_(), batch.weight.requires_grad_(), batch.ids
     old = gk.fused_logps(*head, sampling_mask=mask, logits_dtype=dtype)[0].detach()
@@ -135,15 +135,15 @@ def test_compiled_calls_take_it():
 
 
 def test_trls_trainer_and_patch(types):
-    import test_trl
+    import trl_calls
     import trl_parity as parity
 
     from grpo_kernels.integrations import trl, trl_distillation
 
     cls = partial(trl.FusedGRPOTrainer, logits_dtype=torch.float32)
     for quantile in (1.0, 0.4):
-        test_trl.computed(cls, "plain", {"loss_type": "grpo", "top_entropy_quantile": quantile}, "train")
-    trainer, inputs = parity.make_trainer(cls, "qwen2", {"loss_type": "grpo"}), test_trl.crafted_inputs()
+        trl_calls.computed(cls, "plain", {"loss_type": "grpo", "top_entropy_quantile": quantile}, "train")
+    trainer, inputs = parity.make_trainer(cls, "qwen2", {"loss_type": "grpo"}), trl_calls.crafted_inputs()
     trainer._run(trainer.model, inputs)
     assert len(types) >= 3 and set(types) == {torch.float32}
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_transformers import ADVANTAGES, batch, check_against_own_logits
+from model_calls import ADVANTAGES, batch, check_against_own_logits
 from tiny_models import tiny_model
 
 from grpo_kernels import fused_logps

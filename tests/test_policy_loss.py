@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import LEAVES, Batch, leaves, make_batch, packed, whole_chunk
-from test_launches import Launches
+from test_launches import LaunchRecorder
 
 import grpo_kernels as gk
 from grpo_kernels.policy import PolicyChunk
@@ -134,11 +134,11 @@ def test_sums_over_a_sequence_are_in_a_fixed_order(dtype):
     chunk = PolicyChunk(torch.zeros(7), None, torch.arange(7), sequence)
     assert torch.equal(chunk.sequence_sum(x), expected)
     if dtype.is_floating_point:
-        with Launches() as launches:
+        with LaunchRecorder() as launches:
             leaf = x.clone().requires_grad_()
             (chunk.sequence_sum(leaf) * x).sum().backward()
-        assert torch.equal(leaf.grad, expected) and launches.found
-        assert not any(name.removesuffix("_") in ATOMIC for name in launches.found), launches.found
+        assert torch.equal(leaf.grad, expected) and launches.names
+        assert not any(name.removesuffix("_") in ATOMIC for name in launches.names), launches.names
     empty = PolicyChunk(torch.zeros(0), None, sequence[:0], sequence[:0])
     assert empty.sequence_sum(x[:0]).shape == (0,)
 

@@ -242,12 +242,12 @@ def test_small_weights_under_a_loss_scale(num_items, logits, backend):
         assert error <= 2 * allowed + 1e-6, f"{name}: {error:.2e}, eager {allowed:.2e}"
 
 
-WAYS = {
-    "fused": gk.GRPOConfig(chunk_rows=8),
-    "fused, entropy bonus": gk.GRPOConfig(chunk_rows=8, entropy_coef=0.01),
-    "staged": gk.GRPOConfig(importance_sampling_level="sequence"),
-    "recompute": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=6),
-    "whole completions": gk.GRPOConfig(importance_sampling_level="sequence_sum"),
+CHUNKS = {
+    "tokens": gk.GRPOConfig(chunk_rows=8),
+    "tokens, entropy bonus": gk.GRPOConfig(chunk_rows=8, entropy_coef=0.01),
+    "whole sequences": gk.GRPOConfig(importance_sampling_level="sequence"),
+    "sequences beyond a chunk": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=6),
+    "sums of sequences": gk.GRPOConfig(importance_sampling_level="sequence_sum"),
     "KL": gk.GRPOConfig(beta=0.1),
 }
 
@@ -261,10 +261,10 @@ def test_a_chunk_without_a_gradient_leaves_the_scale_to_the_others(backend):
     assert relative(ours(batch, config, backend)["weight"], exact["weight"]) < 2e-3
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_through_the_engine(way, backend):
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_every_kind_of_chunk(chunks, backend):
     """The relative error does not depend on the number of items, which a range that is too narrow would make it do."""
-    config, found = dataclasses.replace(WAYS[way], logits_dtype=torch.float16), {}
+    config, found = dataclasses.replace(CHUNKS[chunks], logits_dtype=torch.float16), {}
     exact, _ = exact_and_eager(float16_batch(num_items_in_batch=1.0), config)
     for items, scale in ((1.0, 1.0), (262_144.0, SCALE)):
         grads = ours(float16_batch(num_items_in_batch=items), config, backend, scale)
@@ -286,14 +286,14 @@ def test_every_differentiable_function(function, backend):
 OUTLIERS = {  # what has no bound: a ratio where A < 0, the slope of k3, the sum of a sequence, a cold token
     "ratio": (gk.GRPOConfig(chunk_rows=8), {"old_logps": 11.5}),
     "KL": (gk.GRPOConfig(chunk_rows=8, beta=0.04), {"ref_logps": -10.0}),
-    "whole completions": (gk.GRPOConfig(importance_sampling_level="sequence_sum", chunk_rows=16), {"old_logps": 10.0}),
-    "recompute": (gk.GRPOConfig(importance_sampling_level="sequence_sum", chunk_rows=6), {"old_logps": 10.0}),
+    "sums of sequences": (gk.GRPOConfig(importance_sampling_level="sequence_sum", chunk_rows=16), {"old_logps": 10.0}),
+    "sums beyond a chunk": (gk.GRPOConfig(importance_sampling_level="sequence_sum", chunk_rows=6), {"old_logps": 10.0}),
     "temperature": (gk.GRPOConfig(chunk_rows=8), {"temperature": 2e-3}),
 }
 
 
 @pytest.mark.parametrize(  # first or last sequence: before or after most chunks
-    ("name", "place"), [("ratio", 0), *((name, 3) for name in OUTLIERS), ("recompute", 0)]
+    ("name", "place"), [("ratio", 0), *((name, 3) for name in OUTLIERS), ("sums beyond a chunk", 0)]
 )
 def test_one_token_far_away(name, place, backend):
     """Its gradient is finite at a loss scale of 1, as in eager PyTorch."""

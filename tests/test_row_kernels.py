@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import kept_checks
 import kernel_checks as c
 import pytest
 import torch
@@ -287,15 +288,15 @@ def test_scale(kernels, dtype, monkeypatch):
 def test_kept_ids(kernels, dtype):
     """On a CPU with both types of gradients at every width."""
     turn = 2 * c.DTYPES.index(dtype)
-    for _, width in in_turn(kernels, c.KEPT_WIDTHS, turn, triton=6):
+    for _, width in in_turn(kernels, kept_checks.KEPT_WIDTHS, turn, triton=6):
         for wide in (False, True):
-            c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
+            kept_checks.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
 
 
 @without_cuda
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_of_kept_ids(kernels, dtype):
-    c.check_kept_ids(kernels, dtype)
+    kept_checks.check_kept_ids(kernels, dtype)
 
 
 @of_cpu
@@ -326,8 +327,8 @@ def test_kept_ids_in_torch(monkeypatch, dtype):
     """In pieces of less than a row, and all at once."""
     from grpo_kernels.kernels.torch import kept
 
-    c.check_kept_ids(get_backend("torch"), torch.int32)
+    kept_checks.check_kept_ids(get_backend("torch"), torch.int32)
 
     for piece, wide in ((64, False), (2**24, True)):
         monkeypatch.setattr(kept, "PIECE_ELEMENTS", piece)
-        c.check_kept(get_backend("torch"), 131, dtype, wide=wide)
+        kept_checks.check_kept(get_backend("torch"), 131, dtype, wide=wide)

@@ -11,7 +11,7 @@ import torch
 from helpers import (
     LEAVES,
     LOSSES,
-    MASK_WAYS,
+    MASK_PATHS,
     UNCLIPPED,
     Batch,
     assert_close,
@@ -20,6 +20,7 @@ from helpers import (
     call,
     errors,
     fused,
+    gradients_of,
     leaves,
     loss_by,
     make_batch,
@@ -28,7 +29,7 @@ from helpers import (
     packed,
     reference,
     relative,
-    set_mask_way,
+    use_mask_path,
     whole_chunk,
     with_operations,
 )
@@ -45,10 +46,10 @@ B, T, V = 3, 7, 61
 TOLERANCE = 2e-5
 
 
-@pytest.fixture(params=MASK_WAYS)
-def way(request, monkeypatch):
+@pytest.fixture(params=MASK_PATHS)
+def mask_path(request, monkeypatch):
     """How the tokens with a mask get their logits."""
-    set_mask_way(monkeypatch, request.param, V)
+    use_mask_path(monkeypatch, request.param, V)
     return request.param
 
 
@@ -61,11 +62,7 @@ def masked_batch(seed: int = 0, *, least: int = 0, most: int = 40, dtype: torch.
     return off_policy(batch.with_options(sampling_mask=mask, completion_mask=padding_mask))
 
 
-def gradients_of(loss: Tensor, batch: Batch) -> dict[str, Tensor]:
-    return dict(zip(LEAVES, torch.autograd.grad(loss, [getattr(batch, name) for name in LEAVES]), strict=True))
-
-
-def test_only_tokens_with_a_gradient_are_scored(backend, way):
+def test_only_tokens_with_a_gradient_are_scored(backend, mask_path):
     """test_variants.py has masks with every other option."""
     config, batch = gk.GRPOConfig(surrogate="gmpo", score_inactive=False), masked_batch()
     found, exact = fused(batch, config, backend), reference(batch, config)
@@ -75,7 +72,7 @@ def test_only_tokens_with_a_gradient_are_scored(backend, way):
 
 
 @pytest.mark.parametrize("preset", ["grpo", "gspo"])
-def test_tokens_that_all_have_a_mask(preset, way):
+def test_tokens_that_all_have_a_mask(preset, mask_path):
     """Nothing, or no whole sequence, is left for the dense products without a mask; with gradients and without."""
     config, batch = gk.GRPOConfig.preset(preset), masked_batch(least=1)
     found = fused(batch, config)
@@ -89,7 +86,7 @@ def test_tokens_that_all_have_a_mask(preset, way):
 @pytest.mark.parametrize(
     ("function", "level"), [*((function, "token") for function in LOSSES[1:]), (LOSSES[-1], "sequence")]
 )
-def test_other_functions(function, level, backend, way):
+def test_other_functions(function, level, backend, mask_path):
     """With an entropy term; fused_logps without gradients has the same bits."""
     batch, given = leaves(masked_batch(2)), dict(entropy_coef=0.1)
     if level == "sequence":
@@ -100,11 +97,11 @@ def test_other_functions(function, level, backend, way):
     torch.testing.assert_close(again, loss, **(dict(rtol=0, atol=0) if function == "fused_logps" else {}))
     exact = reference(batch.with_options(normalizer=1, entropy_normalizer=1), dataclasses.replace(UNCLIPPED, **given))
     assert relative(loss.detach(), exact.loss) <= TOLERANCE
-    for name, x in gradients_of(loss, batch).items():
+    for name, x in zip(LEAVES, gradients_of(loss, batch), strict=True):
         assert relative(x, exact.grads[name]) <= TOLERANCE, name
 
 
-def test_masks_of_the_sampled_id_of_everything_and_of_nothing(backend, way):
+def test_masks_of_the_sampled_id_of_everything_and_of_nothing(backend, mask_path):
     """One id with probability 1: no gradient. The whole vocabulary, or count 0: no mask."""
     batch = masked_batch()
     batch.options.pop("sampling_mask")
@@ -120,7 +117,7 @@ def test_masks_of_the_sampled_id_of_everything_and_of_nothing(backend, way):
 @pytest.mark.parametrize(
     ("dtype", "logits"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, torch.float16)]
 )
-def test_16_bit_inputs(backend, dtype, logits, way):
+def test_16_bit_inputs(backend, dtype, logits, mask_path):
     """Errors no larger than those of eager PyTorch with -inf in 16-bit logits. float16 logits have scaled gradients."""
     batch = masked_batch(dtype=dtype)
     exact = reference(batch)
@@ -132,7 +129,7 @@ def test_16_bit_inputs(backend, dtype, logits, way):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dweight_of_few_kept_ids_is_written_once(backend, dtype, monkeypatch):
     """In the type of the weight, and handed out as it is."""
-    set_mask_way(monkeypatch, "gathers", V)
+    use_mask_path(monkeypatch, "gathers", V)
     batch, written, write = leaves(masked_batch(least=1, dtype=dtype)), [], get_backend(backend).kept_dweight
 
     def kept_dweight(dlogits, hidden, pairs, dweight, *, add):
@@ -145,7 +142,7 @@ def test_dweight_of_few_kept_ids_is_written_once(backend, dtype, monkeypatch):
     assert not add and dweight.dtype == dtype and batch.weight.grad.data_ptr() == dweight.data_ptr()
 
 
-def test_metrics(way):
+def test_metrics(mask_path):
     batch = masked_batch()
     mask, out = batch.options["sampling_mask"], call(batch)
     scored = batch.options["completion_mask"] & (mask.counts > 0)
@@ -156,7 +153,7 @@ def test_metrics(way):
     assert out.metrics["sampling_mask/added"] == missing / scored.sum()
     logits = batch.hidden @ batch.weight.mT + batch.bias
     mass = (logits.softmax(-1) * kept_ids(mask, batch.ids, V)).sum(-1)[scored].mean()
-    if way != "dense":  # a mean over some of the tokens would be another number
+    if mask_path != "dense":  # a mean over some of the tokens would be another number
         mass = torch.full_like(mass, torch.nan)
     found = out.metrics["sampling_mask/kept_mass"]
     torch.testing.assert_close(found, mass, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -299,11 +296,11 @@ def test_what_a_fused_loss_refuses_besides(function):
         call(SMALL, gk.GRPOConfig(static_shapes=True), sampling_mask=fits)
 
 
-@pytest.mark.parametrize("way", MASK_WAYS)
+@pytest.mark.parametrize("mask_path", MASK_PATHS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_ids_outside_of_the_vocabulary_where_nobody_looks(function, way, monkeypatch):
+def test_ids_outside_of_the_vocabulary_where_nobody_looks(function, mask_path, monkeypatch):
     """As on a GPU without GRPO_KERNELS_DEBUG: NaN, and no memory outside of the tensors is touched."""
-    set_mask_way(monkeypatch, way, 11)
+    use_mask_path(monkeypatch, mask_path, 11)
     for module in (validate, kept):
         monkeypatch.setattr(module, "checks_values", lambda device: False)
     batch = make_batch(sequences=1, length=3, width=4, vocab=11)

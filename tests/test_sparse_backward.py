@@ -28,11 +28,12 @@ from helpers import (
     off_policy,
     packed,
     reference,
-    set_mask_way,
+    use_mask_path,
 )
+from model_calls import ADVANTAGES
+from model_calls import batch as model_batch
 from option_space import POINTS, build, choose
-from test_peft import ADVANTAGES, adapted
-from test_transformers import batch as model_batch
+from test_peft import adapted
 
 import grpo_kernels as gk
 from grpo_kernels.head import kept, sparse
@@ -152,14 +153,14 @@ def test_with_room_for_every_entry_or_none_gradients_are_exact(backend, name, mo
     backend = "torch" if batch.hidden.dtype == torch.float64 else backend
     # As on a GPU: the pairs of many row chunks are counted at once.
     monkeypatch.setattr(sparse, "reads_back_late", lambda device: backend == "torch")
-    way = CASES[name][0].get("mask", "none")
-    set_mask_way(monkeypatch, way, 67)
+    path = CASES[name][0].get("mask", "none")
+    use_mask_path(monkeypatch, path, 67)
     exact = fused(batch, config, backend)
-    room(monkeypatch, {"none": 1, "gathers": 0.5, "both": 8}[way])
+    room(monkeypatch, {"none": 1, "gathers": 0.5, "both": 8}[path])
     found = fused(batch, with_theta(config, TINY), backend)
     same_forward(found, exact)
     assert_close(dataclasses.replace(found, metrics=exact.metrics), exact, 5e-6)
-    if way == "none":
+    if path == "none":
         assert found.metrics["sparse/dense"] == 0 and 60 < found.metrics["sparse/kept"] <= 67
         room(monkeypatch, 1000)
         none = fused(batch, with_theta(config, THETA), backend)

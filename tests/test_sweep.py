@@ -1,7 +1,8 @@
 """Every public function on every backend in circumstances that change no result: torch's default type and device,
-views, what padding holds, no gradients.
+views, what padding holds, no gradients, tensors of inference mode.
 
-`from_pretrained(dtype=torch.bfloat16)` sets the default type for a while, and some trainers leave it so.
+`from_pretrained(dtype=torch.bfloat16)` sets the default type for a while, and some trainers leave it so. Rollouts are
+sampled in inference mode.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from helpers import good_calls, make_batch, off_policy, reference, tensors
-from test_teacher import make_teacher
+from helpers import good_calls, make_batch, off_policy, packed, reference, tensors
+from teachers import KINDS, OWN, teacher_of
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import grpo_kernels as gk
 from grpo_kernels.config import SURROGATE_RULES
@@ -80,30 +82,41 @@ CHANGES: dict[str, list[Given]] = {
     "rejection_mask": [dict(options={x: (0.8, 1.2) if x.endswith("k1") else 0.02}) for x in REJECTIONS],
     "entropy_quantile": [dict(top=0.3)],
 }  # fmt: skip
-LOSS_SEES: list[Given] = [
-    *({"config": config} for name, config in CONFIGS.items() if name not in KERNELS_SEE),
-    *(dict(normalizer=x) for x in (17, torch.tensor(17))),
-    dict(normalizer=None, num_items_in_batch=41),
-]
+PACKED = packed(off_policy(make_batch(3, masked=True)))
+OF_PACKED: Given = dict(hidden=PACKED.hidden, completion_ids=PACKED.ids, completion_mask=None)
+OF_PACKED["cu_seqlens"] = PACKED.options["cu_seqlens"]
+# Not in the interpreter, nor on the emulator, which are slow: kernels see nothing of it.
+FURTHER: dict[str, list[Given]] = {
+    "fused_grpo_loss": [
+        *({"config": config} for name, config in CONFIGS.items() if name not in KERNELS_SEE),
+        *(dict(normalizer=x) for x in (17, torch.tensor(17))),
+        dict(normalizer=None, num_items_in_batch=41),
+        dict(advantages=None, rewards=REWARDS),
+        dict(rollout_logps=None, rollout_weights=None, config=gk.GRPOConfig(temperature=REWARDS + 0.7))
+        | OF_PACKED | PACKED.options,
+    ],
+    "fused_policy_loss": [
+        dict(temperature=PER_TOKEN), OF_PACKED | dict(loss_fn=lambda chunk: chunk.logps.exp().sum(), entropy=False)
+    ],
+}  # fmt: skip
 
 
 def calls(function: str, backend: str, dtype: torch.dtype = torch.float32) -> list[Given]:
     """Arguments of all calls of a function that this backend can take; a whole teacher in `dtype`."""
     given = good_calls()[function]
-    changes: list[Given] = [{}, *CHANGES.get(function, [])]
-    if function == "fused_grpo_loss" and backend in ("cpu", "torch"):  # not in the interpreter, nor on the emulator
-        changes += LOSS_SEES
+    is_fast = backend in ("cpu", "torch")
+    changes: list[Given] = [{}, *CHANGES.get(function, []), *(FURTHER.get(function, []) if is_fast else [])]
     if "completion_mask" in given:
         changes.append({"completion_mask": None})
     if "config" in given:
-        changes.append(dict(config=TENSORS, token_weights=PER_TOKEN))
+        changes.append(dict(config=TENSORS, token_weights=PER_TOKEN, entropy_normalizer=torch.tensor(20.0)))
     if function in ("fused_grpo_loss", "fused_logps", "fused_policy_loss"):
         changes.append(dict(sampling_mask=gk.SamplingMask.from_padded(torch.arange(2).expand(4, 6, 2))))
     if function == "fused_logps":
         changes.append(dict(completion_ids=torch.stack([given["completion_ids"]] * 2, -1)))
     if "teacher" in given:
-        whole = make_teacher((4, 6), dtype=dtype)
-        changes += [dict(teacher=x) for x in (whole, dataclasses.replace(whole, top_k=5))]
+        kinds = (*KINDS, *OWN) if is_fast else ("whole", "own tail")
+        changes += [dict(teacher=teacher_of(kind, shape=(4, 6), dtype=dtype)) for kind in kinds]
     if "backend" in inspect.signature(getattr(gk, function)).parameters:
         given["backend"] = backend
     found = [given | change for change in changes]
@@ -150,9 +163,11 @@ def outcome(
     dtype: torch.dtype | None = None,
     view: Callable[[Tensor], Tensor] = lambda x: x,
     gradients: bool = True,
+    frozen: tuple[str, ...] = (),
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Results, and gradients of the tensors that the views are of, with those of the head in `dtype`."""
-    names = DIFFERENTIABLE if function != "entropy_quantile" else ()
+    """Results, and gradients of the tensors that the views are of, with those of the head in `dtype`; none of those
+    that are `frozen`, which are taken as they are."""
+    names = [x for x in DIFFERENTIABLE if x not in frozen] if function != "entropy_quantile" else []
     own = {name: x.to(dtype or x.dtype, copy=True) for name in names if isinstance(x := given.get(name), Tensor)}
     for x in own.values():
         x.requires_grad_(gradients)
@@ -164,6 +179,10 @@ def outcome(
     factors = [view(torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)) for x in tops]
     grads = torch.autograd.grad(tops, list(own.values()), factors, allow_unused=True) if tops else ()
     return [x.detach() for x in found], [x for x in grads if x is not None]
+
+
+def joined(results: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+    return [*results[0], *results[1]]
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor], where: object, **tolerance: float) -> None:
@@ -193,10 +212,10 @@ def default(kind: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-KINDS = ("bfloat16", "float64", "device")
+DEFAULTS = ("bfloat16", "float64", "device")
 
 
-def assert_same_with_any_default(call: Callable[[], tuple[list[Tensor], ...]], where: object, kinds=KINDS) -> None:
+def assert_same_with_any_default(call: Callable[[], tuple[list[Tensor], ...]], where: object, kinds=DEFAULTS) -> None:
     expected = [x for part in call() for x in part]
     for kind in kinds:
         with default(kind):
@@ -206,9 +225,9 @@ def assert_same_with_any_default(call: Callable[[], tuple[list[Tensor], ...]], w
 
 OF_HEAD = [name for name, given in good_calls().items() if given.keys() & {"hidden", "logits"}]
 TYPES: list[tuple[str, torch.dtype | None, tuple[str, ...]]] = [
-    *((name, None, KINDS) for name in good_calls()),
-    *((name, torch.bfloat16, KINDS[1:]) for name in OF_HEAD),
-    ("fused_grpo_loss", torch.float16, KINDS[1:2]),
+    *((name, None, DEFAULTS) for name in good_calls()),
+    *((name, torch.bfloat16, DEFAULTS[1:]) for name in OF_HEAD),
+    ("fused_grpo_loss", torch.float16, DEFAULTS[1:2]),
 ]
 
 
@@ -255,7 +274,7 @@ def test_views_are_what_they_show(function, backend):
         results, gradients = outcome(function, given)
         for name in ("negated", "apart") if i else VIEWS:
             found = outcome(function, given, view=VIEWS[name])
-            assert_same([*found[0], *found[1]], results + gradients, (function, name), **CLOSE)
+            assert_same(joined(found), results + gradients, (function, name), **CLOSE)
         found, _ = outcome(function, given, view=VIEWS["negated" if i % 2 else "apart"], gradients=False)
         assert_same(found, results, (function, "without gradients"), **CLOSE)
 
@@ -293,6 +312,73 @@ def test_padding_reaches_no_result(function, backend):
         assert all(x.isfinite().all() and not x[masked].any() for x in found[1] if x.shape[:2] == masked.shape)
         _, gradients = outcome(function, given | {"completion_mask": torch.zeros(4, 6)})
         assert len(gradients) == len(found[1]) and not any(x.any() for x in gradients)
+
+
+# --- inference mode: bits are those of other tensors ------------------------------------------------------------------
+
+LEAVES = tuple(name for name in DIFFERENTIABLE if name != "entropy")  # what gradients go to
+
+
+def places(given: Given) -> Iterator[tuple[str, ...]]:
+    """The names that lead to each tensor among these arguments."""
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            yield (name,)
+        elif dataclasses.is_dataclass(x):
+            yield from ((name, field) for field, inner in vars(x).items() if isinstance(inner, Tensor))
+
+
+def with_inference_tensors(given: Given, *chosen: tuple[str, ...]) -> Given:
+    """The arguments with what is in these places made in inference mode."""
+    found = dict(given)
+    with torch.inference_mode():
+        for name, *inner in chosen:
+            x = found[name]
+            found[name] = dataclasses.replace(x, **{inner[0]: getattr(x, inner[0]).clone()}) if inner else x.clone()
+    return found
+
+
+@pytest.mark.parametrize("function", good_calls())
+def test_every_argument_may_be_of_inference_mode(function):
+    """One at a time, all at once, and seen by a dispatch mode, for which a call is an operator."""
+    for given in calls(function, "cpu"):
+        others = [place for place in places(given) if place[0] not in LEAVES]
+        expected = joined(outcome(function, given, frozen=("entropy",)))
+        for chosen in (*((place,) for place in others), others):
+            for context in (nullcontext, lambda: FlopCounterMode(display=False))[: 1 + (chosen is others)]:
+                with context():
+                    found = outcome(function, with_inference_tensors(given, *chosen), frozen=("entropy",))
+                assert_same(joined(found), expected, (function, chosen))
+
+
+@pytest.mark.parametrize("function", [name for name, given in good_calls().items() if "lm_head_weight" in given])
+@pytest.mark.parametrize("frozen", [("hidden",), ("lm_head_weight", "lm_head_bias")])
+def test_what_is_frozen_may_be_of_inference_mode(function, frozen):
+    """Hidden states of a frozen body, a frozen lm_head."""
+    for given in calls(function, "cpu"):
+        found = outcome(function, with_inference_tensors(given, *((x,) for x in frozen)), frozen=frozen)
+        assert_same(joined(found), joined(outcome(function, given, frozen=frozen)), (function, frozen))
+
+
+@pytest.mark.parametrize("function", good_calls())
+def test_a_call_inside_inference_mode(function):
+    for given in calls(function, "cpu"):
+        expected, _ = outcome(function, given, gradients=False)
+        with torch.inference_mode():
+            found, _ = outcome(function, given, gradients=False)
+        assert_same(found, expected, function)
+
+
+def test_a_buffer_of_inference_mode_that_would_be_written_is_refused():
+    given = good_calls()["fused_grpo_loss"]
+    given["lm_head_weight"].requires_grad_()
+    with torch.inference_mode():
+        total = torch.zeros(given["lm_head_weight"].shape)
+    with pytest.raises(ValueError, match="accumulate_into was made in inference mode; expected a buffer that can be"):
+        gk.fused_grpo_loss(**given, accumulate_into=total)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_compiled_functions_read_negated_views_too():

@@ -6,13 +6,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import (
-    Batch,
     assert_close,
     assert_within,
     call,
@@ -20,12 +18,11 @@ from helpers import (
     fused,
     leaves,
     make_batch,
-    off_policy,
     packed,
     reference,
     relative,
-    set_mask_way,
 )
+from teachers import KINDS, MODES, OWN, VOCAB, batch_of, config_of, make_teacher, make_top_k, teacher_of
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -35,63 +32,6 @@ from grpo_kernels.reference import top_k_divergence
 
 BACKENDS = ("torch", "cpu")
 INTERPRETED = "triton"
-WIDTH, TEACHER_WIDTH, VOCAB = 24, 40, 67
-MODES = ("tail", "truncate", "renormalize")
-KINDS = ("whole", *MODES)  # of teachers
-OWN = tuple(f"own {mode}" for mode in MODES)  # whole ones, on the policy's likeliest ids
-
-
-def make_teacher(
-    shape: tuple[int, ...], vocab: int = VOCAB, dtype: torch.dtype = torch.float32, **options: Any
-) -> gk.Teacher:
-    g = torch.Generator().manual_seed(9)
-    hidden = torch.randn(*shape, TEACHER_WIDTH, generator=g)
-    weight = torch.randn(vocab, TEACHER_WIDTH, generator=g) * 0.3
-    bias = torch.randn(vocab, generator=g) * 0.5
-    return gk.Teacher(*(x.to(dtype) for x in (hidden, weight, bias)), **options)
-
-
-def make_top_k(shape: tuple[int, ...], mode: str, k: int = 5, vocab: int = VOCAB) -> gk.TopKTeacher:
-    """In any order; all but the first few of a token may be missing."""
-    g = torch.Generator().manual_seed(11)
-    log_q = (torch.randn(*shape, vocab, generator=g) * 2).log_softmax(-1)
-    ids = log_q.topk(k, -1).indices
-    ids = ids.gather(-1, torch.rand(ids.shape, generator=g).argsort(-1))
-    logps = log_q.gather(-1, ids)
-    if k < vocab:
-        missing = torch.rand(ids.shape, generator=g) < 0.3
-        missing[..., k // 2] = False
-        ids, logps = ids.masked_fill(missing, -1), logps.masked_fill(missing, -math.inf)
-    return gk.TopKTeacher(ids, logps, mode)
-
-
-def exact_log_p(batch: Batch, *, temperature: Any = 1.0, logit_scale: float = 1.0, logit_softcap: Any = None) -> Tensor:
-    """(..., V) of what the batch holds, in its type."""
-    z = logit_scale * (batch.hidden @ batch.weight.T + (0.0 if batch.bias is None else batch.bias))
-    z = z if logit_softcap is None else logit_softcap * (z / logit_softcap).tanh()
-    temperature = temperature[..., None] if isinstance(temperature, Tensor) else temperature
-    return (z / temperature).log_softmax(-1)
-
-
-def teacher_of(kind: str, k: int = 5, shape: tuple[int, ...] = (6, 6), **options: Any) -> gk.Teacher | gk.TopKTeacher:
-    """Of one of KINDS or OWN."""
-    if kind in MODES:
-        return make_top_k(shape, kind, k)
-    own = {} if kind == "whole" else dict(top_k=k, mode=kind.removeprefix("own "))
-    return make_teacher(shape, **own, **options)
-
-
-def batch_of(config: gk.GRPOConfig | None = None, **options: Any) -> Batch:
-    """Off-policy, masked, with a bias, a sequence with an advantage of 0 and a teacher."""
-    batch = off_policy(make_batch(2, sequences=6, bias=True, masked=True), config)
-    batch.advantages[1] = 0.0
-    return batch.with_options(teacher=make_teacher((6, 6), **options))
-
-
-def config_of(divergence: str, **options: Any) -> gk.GRPOConfig:
-    beta = {"divergence_beta": 0.3} if divergence == "jsd" else {}
-    return gk.GRPOConfig(distill_coef=0.7, divergence=divergence, **beta, **options)
-
 
 CASES: dict[str, dict[str, Any]] = {
     "one chunk": {},
@@ -424,84 +364,6 @@ def test_autocast_takes_any_types_of_a_teacher(hidden, weight, top_k):
         wide = [x.detach().double() for x in (batch.hidden, batch.weight)]
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=rf"Teacher\.weight is {weight}"):
             gk.fused_distillation_loss(*wide, teacher)  # autocast leaves float64 as it is
-
-
-# --- teachers that are known at K ids ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [1, VOCAB])
-@pytest.mark.parametrize("kind", [*MODES, *OWN])
-def test_one_id_and_all_of_them(kind, k):
-    for divergence, backend in itertools.product(DIVERGENCES, BACKENDS):
-        config = config_of(divergence, chunk_rows=7)
-        batch = batch_of(config).with_options(teacher=teacher_of(kind, k))
-        exact = reference(batch, config)
-        found = errors(fused(batch, config, backend), exact, loss_scale=0.0 if kind in MODES else 1.0)
-        assert max(found.values()) <= 3e-6, (divergence, backend, found)
-
-
-def test_a_certain_teacher_leaves_the_others_some_mass():
-    """Q = 1 in float32: the divergence stays finite."""
-    for divergence in DIVERGENCES:
-        config = config_of(divergence)
-        batch = batch_of(config)
-        batch = batch.with_options(teacher=gk.TopKTeacher(batch.ids[..., None], torch.zeros(6, 6, 1)))
-        found = fused(batch, config, "cpu")
-        assert found.loss.isfinite()
-        assert_close(found, reference(batch, config), 3e-6)
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
-def test_a_rest_of_the_policy_below_float32(backend, divergence):
-    """All but e^-120 of the policy's mass is on the teacher's ids: the other ids still get their gradient, which is as
-    large as what the teacher leaves them."""
-    config = config_of(divergence, entropy_coef=0.1)
-    batch = batch_of(config)
-    bias = torch.full((VOCAB,), -120.0)
-    bias[:4] = 0.0
-    teacher = gk.TopKTeacher(torch.arange(4).expand(6, 6, 4), torch.full((6, 6, 4), math.log(0.2)))
-    weight = batch.weight.clone()
-    weight[4:] *= 1e-3
-    batch = dataclasses.replace(batch, weight=weight, bias=bias, ids=batch.ids % 4).with_options(teacher=teacher)
-    found, exact = errors(fused(batch, config, backend), reference(batch, config)), reference(batch, config)
-    assert max(found.values()) <= 3e-6, found
-    if divergence == "forward_kl":
-        own, other = (x.grads["bias"][4:] for x in (fused(batch, config, backend), exact))
-        assert relative(own, other) <= 3e-6 and other.abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
-@pytest.mark.parametrize("way", ["gathers", "dense", "both"])
-def test_the_kept_ids_of_a_mask_are_the_teachers(way, backend, divergence, monkeypatch):
-    """A teacher that is renormalised over its ids, and the loss under the same mask: products over only these ids, or
-    over all, with temperatures, scale and softcap."""
-    set_mask_way(monkeypatch, way, VOCAB)
-    config = config_of(divergence, temperature=torch.linspace(0.5, 2.0, 36).view(6, 6), logit_softcap=3.0, chunk_rows=7)
-    batch, teacher = batch_of(config), make_top_k((6, 6), "renormalize", 9)
-    ids = teacher.ids.amax(-1)
-    ids[::2, 1:3] = ((ids + 1) % VOCAB)[::2, 1:3]  # samples that the teacher's list does not have
-    assert not (teacher.ids == ids[..., None]).any(-1).all()
-    batch = dataclasses.replace(batch, ids=ids).with_options(teacher=teacher, sampling_mask=teacher.sampling_mask)
-    exact = reference(batch, config)
-    found = errors(fused(batch, config, backend), exact, loss_scale=1.0)
-    assert max(found.values()) <= 3e-6, found
-
-
-def test_lists_of_sampling_engines():
-    """vLLM's dictionaries, of numbers or of objects, SGLang's triples, ragged, None for a token without any."""
-    entry = SimpleNamespace(logprob=-0.5)
-    lists = [[{3: -0.1, 9: -2.5}, None], [[(-0.2, 7, "text"), (-2.0, 1, None)], {4: entry}, {5: -1.0}]]
-    teacher = gk.TopKTeacher.from_lists(lists, length=4, mode="truncate")
-    assert teacher.ids.tolist() == [
-        [[3, 9], [-1, -1], [-1, -1], [-1, -1]], [[7, 1], [4, -1], [5, -1], [-1, -1]],
-    ]  # fmt: skip
-    assert teacher.logps[1, 1, 0] == -0.5 and teacher.mode == "truncate"
-    wrongs: list[tuple[Any, type[Exception]]] = [([[3]], TypeError), ([[[(None, 3)]]], TypeError)]
-    for wrong, error in (*wrongs, ([[None]], ValueError), ([[{3: -0.1}] * 5], ValueError)):
-        with pytest.raises(error, match=r"entries|length=4"):
-            gk.TopKTeacher.from_lists(wrong, length=4)
 
 
 # --- bad input: test_bad_input.py has the rest ------------------------------------------------------------------------

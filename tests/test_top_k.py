@@ -1,9 +1,8 @@
-"""K ids per token: log-probabilities and their gradients, the likeliest ids, and a teacher on the policy's own ids in
-16 bits, each against float64 in plain PyTorch; the divergence also against TRL's. test_teacher.py: in float32."""
+"""K ids per token: log-probabilities and their gradients, and the likeliest ids, against float64 in plain PyTorch; the
+memory that they take, with a teacher too."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from contextlib import nullcontext
@@ -11,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Batch, call, fused, leaves, make_batch, packed, reference, relative
-from test_teacher import MODES, VOCAB, batch_of, config_of, exact_log_p, make_teacher
+from helpers import Batch, call, gradients_of, leaves, make_batch, packed, relative
+from teachers import MODES, VOCAB, config_of, exact_log_p, make_teacher
 from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.head import chunk_size, k_ids
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations.lm_head import lm_head_inputs
-from grpo_kernels.names import DIVERGENCES
 from grpo_kernels.reference import top_k_divergence
 
 K = 6
@@ -35,10 +33,6 @@ def make_ids(batch: Batch, k: int = K) -> Tensor:
     ids = torch.randint(len(batch.weight), (*batch.ids.shape, k), generator=torch.Generator().manual_seed(3))
     ids[..., 0], ids[..., k // 2], ids[..., -1] = batch.ids, ids[..., 1], batch.ids
     return ids
-
-
-def gradients(loss: Tensor, batch: Batch) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [batch.hidden, batch.weight, batch.bias]))
 
 
 def small_chunks(monkeypatch: Any, rows: int = 7) -> None:
@@ -59,7 +53,7 @@ def test_log_probabilities_of_k_ids(logits, backend, monkeypatch):
     log_p = exact_log_p(wide, **logits)
     expected = torch.where(mask[..., None], log_p.gather(-1, ids), 0.0)
     entropy = torch.where(mask, -(log_p.exp() * log_p).sum(-1), 0.0)
-    wanted = gradients((expected * outer).sum() + (entropy * outer[..., 0]).sum(), wide)
+    wanted = gradients_of((expected * outer).sum() + (entropy * outer[..., 0]).sum(), wide)
     own = leaves(batch)
     own.hidden.data[~mask], ids[~mask], outer[~mask] = math.nan, -7, math.nan
     given = dict(lm_head_bias=own.bias, completion_mask=mask, backend=backend, **logits)
@@ -82,14 +76,14 @@ def test_k_ids_in_float64_and_one_of_them(backend):
     one, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids, **options)
     found, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids[..., None], **options)
     torch.testing.assert_close(found[..., 0], one, rtol=1e-6, atol=1e-6)
-    for x, y in zip(gradients(found.sin().sum(), batch), gradients(one.sin().sum(), batch), strict=True):
+    for x, y in zip(gradients_of(found.sin().sum(), batch), gradients_of(one.sin().sum(), batch), strict=True):
         assert relative(x, y) < 2e-6
     if backend == "torch":
         wide, ids = leaves(batch.cast(torch.float64)), make_ids(batch)
         found, _ = gk.fused_logps(wide.hidden, wide.weight, ids, lm_head_bias=wide.bias)
         expected = exact_log_p(wide).gather(-1, ids)
         assert found.dtype == torch.float64 and relative(found.detach(), expected.detach()) < 1e-12
-        for x, y in zip(gradients(found.sin().sum(), wide), gradients(expected.sin().sum(), wide), strict=True):
+        for x, y in zip(gradients_of(found.sin().sum(), wide), gradients_of(expected.sin().sum(), wide), strict=True):
             assert relative(x, y) < 1e-12
 
 
@@ -116,23 +110,23 @@ def test_k_ids_in_16_bits(dtype, backend, monkeypatch):
     ids, scale = make_ids(batch, 20), 4096.0
     outer = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1)) / ids.numel()
     wide, own, eager = leaves(batch.cast(torch.float64)), leaves(batch), leaves(batch)
-    exact = gradients((exact_log_p(wide).gather(-1, ids) * outer).sum(), wide)
-    plain = gradients((exact_log_p(eager).float().gather(-1, ids) * outer).sum(), eager)
+    exact = gradients_of((exact_log_p(wide).gather(-1, ids) * outer).sum(), wide)
+    plain = gradients_of((exact_log_p(eager).float().gather(-1, ids) * outer).sum(), eager)
     found, _ = gk.fused_logps(own.hidden, own.weight, ids, lm_head_bias=own.bias, backend=backend)
-    got = gradients((found * outer).sum() * scale, own)
+    got = gradients_of((found * outer).sum() * scale, own)
     for x, y, z in zip(got, plain, exact, strict=True):
         assert x.dtype == dtype and relative(x.double() / scale, z) < 1.2 * relative(y, z) + 1e-5
     if dtype == torch.float16:  # gradients of logits are that too; far more than it holds goes to one logit
         monkeypatch.setattr("grpo_kernels.head.lm_head.cpu_multiplies", lambda dtype: True)
         many = batch.ids[..., None].expand(-1, -1, 20_000)
         found, _ = gk.fused_logps(own.hidden, own.weight, many, lm_head_bias=own.bias, backend=backend)
-        assert all(x.isfinite().all() and x.any() for x in gradients(found.mean(), own))
+        assert all(x.isfinite().all() and x.any() for x in gradients_of(found.mean(), own))
     else:
         narrow = leaves(batch.head_as(torch.float32))
         with torch.autocast("cpu", dtype=dtype):
             found, _ = gk.fused_logps(narrow.hidden, narrow.weight, ids, lm_head_bias=narrow.bias, backend=backend)
         assert found.dtype == torch.float32
-        assert relative(gradients((found * outer).sum(), narrow)[0], exact[0]) < 1e-2
+        assert relative(gradients_of((found * outer).sum(), narrow)[0], exact[0]) < 1e-2
 
 
 def test_k_ids_of_packed_tokens_frozen_heads_and_none():
@@ -240,100 +234,6 @@ def test_top_k_makes_a_teacher():
     mask = batch.options["completion_mask"]
     teacher = gk.TopKTeacher(*gk.fused_top_k(other.hidden, other.weight, 9, completion_mask=mask))
     assert gk.fused_distillation_loss(batch.hidden, batch.weight, teacher, completion_mask=mask).loss.isfinite()
-
-
-# --- a teacher on the policy's own ids --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("backend", ["cpu", "torch", "triton"])
-def test_a_teacher_on_the_policys_ids_in_16_bits(backend, mode):
-    """With a teacher of another type; under a loss scale, and under autocast; logits of bfloat16 tie often."""
-    cases = list(itertools.product((torch.bfloat16, torch.float16), DIVERGENCES))
-    for dtype, divergence in cases[MODES.index(mode) :: len(MODES)] if backend == "triton" else cases:
-        config = config_of(divergence, chunk_rows=16)
-        batch = batch_of(config).head_as(dtype)
-        teacher = dataclasses.replace(make_teacher((6, 6)), top_k=K, mode=mode)
-        found = fused(batch.with_options(teacher=teacher), config, backend).grads
-        with torch.no_grad():
-            ids, _ = gk.fused_top_k(batch.hidden, batch.weight, K, lm_head_bias=batch.bias, backend=backend)
-        log_q = exact_log_p(
-            Batch(*(x.double() for x in (teacher.hidden, teacher.weight)), ids, None, teacher.bias.double())
-        )
-        known = gk.TopKTeacher(ids, log_q.gather(-1, ids), mode)
-        exact = reference(batch.with_options(teacher=known), config)
-        limit = 2e-2 if dtype == torch.bfloat16 else 2e-3
-        assert relative(found["hidden"], exact.grads["hidden"]) < limit
-        assert relative(found["weight"], exact.grads["weight"]) < limit
-        with torch.autocast("cpu", dtype):
-            wide = batch.head_as(torch.float32).with_options(teacher=teacher)
-            assert relative(call(wide, config, backend).loss, exact.loss, 1.0) < limit
-        scaled = leaves(batch.with_options(teacher=teacher))
-        (call(scaled, config, backend).loss * 4096).backward()
-        assert relative(scaled.hidden.grad.double() / 4096, exact.grads["hidden"]) < limit
-
-
-def test_policy_logits_of_float32_keep_a_close_teacher_exact():
-    """Logits of a 16-bit teacher are gathered as those under its normaliser are rounded: no mass above 1."""
-    batch = make_batch(3).head_as(torch.bfloat16)
-    weight = batch.weight * 20  # a certain teacher
-    for mode in ("tail", "truncate"):
-        teacher = gk.Teacher(batch.hidden, weight, top_k=60, mode=mode)
-        out = gk.fused_distillation_loss(batch.hidden, weight, teacher)
-        assert out.metrics["divergence/mass"] <= 1 + 1e-5 and out.divergence.abs().max() < 1e-3
-
-
-SDFT = {"forward_kl": (0.0, {}), "reverse_kl": (1.0, {}), "jsd": (0.3, {"divergence_beta": 0.3})}
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("mode", ["tail", "renormalize"])
-def test_equals_the_divergence_of_trls_self_distillation(mode, divergence):
-    """Value and gradient of TRL's function on the logits in float64, with a temperature as its trainer divides by."""
-    utils = pytest.importorskip("trl.experimental.sdft.loss_utils", reason="trl is not installed: run make test")
-    alpha, options = SDFT[divergence]
-    batch, teacher = make_batch(2, bias=True), dataclasses.replace(make_teacher((4, 6)), top_k=20, mode=mode)
-    own, wide = leaves(batch), leaves(batch.cast(torch.float64))
-    of_teacher = teacher.hidden.double() @ teacher.weight.double().T + teacher.bias.double()
-    expected = utils.compute_topk_self_distillation_loss(
-        (wide.hidden @ wide.weight.T + wide.bias) / 0.8, of_teacher / 0.8, distillation_topk=20,
-        distillation_alpha=alpha, distillation_add_tail=mode == "tail",
-    )  # fmt: skip
-    given = options | dict(divergence=divergence, lm_head_bias=own.bias, temperature=0.8)
-    out = gk.fused_distillation_loss(own.hidden, own.weight, teacher, **given)
-    assert relative(out.divergence, expected.detach()) < 5e-6
-    per_token = gk.fused_divergence(own.hidden, own.weight, teacher, **given)
-    assert relative(per_token.detach(), expected.detach()) < 5e-6
-    for found in (out.loss, per_token.mean()):
-        for x, y in zip(gradients(found, own), gradients(expected.mean(), wide), strict=True):
-            assert relative(x, y) < 5e-6
-        wide = leaves(batch.cast(torch.float64))
-        expected = utils.compute_topk_self_distillation_loss(
-            (wide.hidden @ wide.weight.T + wide.bias) / 0.8, of_teacher / 0.8, distillation_topk=20,
-            distillation_alpha=alpha, distillation_add_tail=mode == "tail",
-        )  # fmt: skip
-
-
-def test_a_teacher_of_an_adapted_head():
-    """The base of a LoRA adapter on lm_head as the teacher of the adapted model; only the adapter is trained."""
-    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
-    model = torch.nn.Sequential()
-    model.lm_head = torch.nn.Linear(24, VOCAB, bias=False)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"]))
-    layer, batch = model.base_model.model.lm_head, make_batch(2)
-    torch.nn.init.normal_(layer.lora_B["default"].weight)
-    head = lm_head_inputs(layer, batch.hidden)
-    teacher = gk.Teacher(batch.hidden, layer.base_layer.weight.detach(), top_k=K, mode="renormalize")
-    gk.fused_distillation_loss(head.hidden, head.weight, teacher).loss.backward()
-    log_p = layer(batch.hidden).log_softmax(-1)
-    log_p, ids = log_p.topk(K, -1)
-    log_q = layer.base_layer(batch.hidden).gather(-1, ids).log_softmax(-1).detach()
-    log_p = log_p.log_softmax(-1)
-    trained = [x for x in layer.parameters() if x.requires_grad]
-    expected = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(-1).mean(), trained)
-    assert len(trained) == 2 and layer.base_layer.weight.grad is None
-    for x, y in zip(trained, expected, strict=True):
-        assert relative(x.grad, y) < 1e-5
 
 
 @pytest.mark.parametrize("where", ["autocast", "float16", "no_grad", "packed", "no tokens", "LoRA"])

@@ -242,8 +242,8 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
     import trainer_ranks
 
     short = dict(max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
-    taught = {"teacher": dict(teacher_model_name_or_path=trl_parity.saved_model("qwen2"), teacher_top_k=8)}
-    one = {name: short | options for name, options in (PROCESSES | taught).items()}
+    distilled = {"teacher": dict(teacher_model_name_or_path=trl_parity.saved_model("qwen2"), teacher_top_k=8)}
+    one = {name: short | options for name, options in (PROCESSES | distilled).items()}
     # A checkpoint in the middle of a rollout, with a reference policy that has moved.
     saved = dict(num_generations=8, save_steps=3, save_total_limit=9, beta=0.1, ref_model_sync_steps=2,
                  lr_scheduler_type="linear", top_k=9, **_TWO_PASSES)  # fmt: skip

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import resource
-import select
 import shutil
 import signal
-import struct
-import subprocess
-import sys
-import termios
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,20 +21,12 @@ import torch
 import training
 from ranks import START_METHOD
 from safetensors.torch import load_file, save_file
-from training import run, same_weights, steps
+from training import HARD, run, same_weights, steps
 
 from grpo_kernels.trainer import RunError, files, sampling
 from grpo_kernels.trainer.checkpoint import find_checkpoint
 from grpo_kernels.trainer.loop import Trainer
-from grpo_kernels.trainer.ranks import Ranks, Signals
 
-# Rollouts of two steps, used twice, over 6 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,
-# between their two uses, and epochs end inside of rollouts. The reference policy moves, beta and the rate change.
-HARD = {
-    "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 60, "beta": 0.05,
-    "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "training:length",
-    "dynamic_sampling": True, "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4,
-}  # fmt: skip
 SIX_STEPS = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9}
 RESUMED = SIX_STEPS | {"resume_from_checkpoint": "auto"}
 
@@ -137,31 +123,6 @@ def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1 and not (tmp_path / "run" / "model").exists()
     assert run(model, data, tmp_path / "run", resume_from_checkpoint="auto", **options) == 0
     assert same_weights(whole, tmp_path / "run")
-
-
-def test_a_run_whose_terminal_closes_saves(model, data, tmp_path):
-    """To write to that terminal is an error from then on, and a progress bar is written to it all the time."""
-
-    def take_terminal():
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which a run respects
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    words = training.arguments(model, data, tmp_path / "run", **HARD | {"max_steps": 10**6})
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_kernels", "train", *words], stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, preexec_fn=take_terminal, env=training.ENVIRONMENT,
-    )  # fmt: skip
-    os.close(theirs)
-    with process:
-        shown, end = b"", time.monotonic() + 300
-        while b"updates" not in shown and time.monotonic() < end:
-            if select.select([ours], [], [], 1)[0]:
-                shown += os.read(ours, 4096)
-        os.close(ours)
-        assert process.wait(timeout=300) == 129, shown
-    assert b"updates" in shown and len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
 
 
 # --- pitfall 19 -------------------------------------------------------------------------------------------------------
@@ -364,22 +325,6 @@ def test_another_model_under_the_same_path_is_refused(option, model, data, tmp_p
     assert f"was written with another model: {option}={start} has changed since" in capfd.readouterr().err
 
 
-def test_an_evaluation_that_was_cut_short_is_made_after_the_resume(model, data, tmp_path, monkeypatch):
-    options = {"max_steps": 4, "eval_dataset_name": data, "eval_max_prompts": 2, "eval_steps": 2, "save_steps": 0}
-    original = Trainer.evaluate
-
-    def interrupted(self):
-        if self.progress.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        original(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "evaluate", interrupted)
-        assert run(model, data, tmp_path / "run", **options) == 143
-    assert run(model, data, tmp_path / "run", resume_from_checkpoint="auto", **options) == 0
-    assert [record["step"] for record in training.records(tmp_path / "run", "evaluation")] == [0, 2, 4]
-
-
 @contextlib.contextmanager
 def no_space_left(size):
     def full(*_):
@@ -475,21 +420,3 @@ def test_a_damaged_log_does_not_keep_a_run_from_going_on(name, harm, words, mode
     assert words.format(count=text.count(b"\n")) in capfd.readouterr().err
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert name == "samples.jsonl" or [record["step"] for record in records[-2:]] == [7, 8]
-
-
-def test_a_second_interrupt_does_not_wait_and_nohup_is_respected(capfd):
-    """The first Ctrl-C is noted, and answered at once; the second one interrupts at once."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with (signals := Signals(Ranks())).noted():
-            signal.raise_signal(signal.SIGHUP)
-            assert not signals.received
-            signal.raise_signal(signal.SIGINT)
-            assert signals.received == signal.SIGINT
-            assert capfd.readouterr().err.strip() == "stopping after this step; Ctrl-C again quits now"
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
-    assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]

@@ -14,13 +14,12 @@ import pytest
 from helpers import (
     assert_within,
     call_counter,
-    eager_errors,
     errors,
     fused,
     make_batch,
     off_policy,
     reference,
-    set_mask_way,
+    use_mask_path,
 )
 from option_space import (
     CASES,
@@ -30,6 +29,7 @@ from option_space import (
     Point,
     build,
     choose,
+    eager_errors,
     name_of,
     rounding_of,
     size_of_loss,
@@ -58,7 +58,7 @@ def test_variant_is_as_exact_as_eager_float32(case, backend, monkeypatch):
     point, variation = case
     batch, config, exact, size, eager = computed(point, variation)
     chosen = choose(point, variation)
-    set_mask_way(monkeypatch, chosen["sampling_mask"], len(batch.weight))
+    use_mask_path(monkeypatch, chosen["sampling_mask"], len(batch.weight))
     slack = rounding_of(point, chosen)
     assert exact.grads["hidden"].norm() > 0
     # The interpreter is slow, and chunks are the engine's: there each variation has one size of its own.
@@ -98,11 +98,11 @@ def test_the_walk_of_the_kernels_has_every_pair_of_options_and_every_loss():
         ({"off_policy_mask_threshold": 0.1}, True, 1, {"backward"}),
     ],
 )
-def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, rows, expected):
+def test_sequences_are_one_chunk_or_their_logits_are_computed_again(monkeypatch, backend, options, off, rows, expected):
     """A loss of single tokens; whole sequences in a chunk; statistics of all tokens first, and their logits again."""
     batch, calls = make_batch(3), []
     batch = off_policy(batch) if off else batch.with_options(ref_logps=batch.hidden.new_full(batch.ids.shape, -3.0))
-    for way in ("sequences", "backward"):
-        call_counter(monkeypatch, HeadPass, way, calls, lambda *_, way=way, **__: way)
+    for method in ("sequences", "backward"):
+        call_counter(monkeypatch, HeadPass, method, calls, lambda *_, method=method, **__: method)
     fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
     assert set(calls) == expected

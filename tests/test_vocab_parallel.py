@@ -1,4 +1,4 @@
-"""Ranks with a slice of the vocabulary each, or of the tokens: the loss of one process, the same on every rank.
+"""Ranks with a slice of the vocabulary each: the loss of one process, the same on every rank.
 
 Ranks are started once for each number of them, and walk all cases, over gloo.
 """
@@ -18,9 +18,8 @@ import torch
 import verl_package
 from conftest import run_gpu_backends_on_cpu
 from helpers import (
-    MASK_WAYS,
+    MASK_PATHS,
     Batch,
-    Result,
     assert_close,
     assert_within,
     call,
@@ -30,17 +29,16 @@ from helpers import (
     make_batch,
     make_sampling_mask,
     off_policy,
-    packed,
     reference,
     relative,
-    set_mask_way,
+    use_mask_path,
     whole_chunk,
 )
 from option_space import POINTS, build, choose, size_of_loss
-from ranks import run_ranks
+from ranks import assert_same_on_all_ranks, on_all_ranks, run_ranks
+from teachers import KINDS, OWN, config_of, make_teacher, make_top_k, teacher_of
 from test_plain_tensors import check_dtensors
-from test_teacher import KINDS, OWN, config_of, make_teacher, make_top_k, teacher_of
-from torch import Tensor, distributed
+from torch import distributed
 
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
@@ -70,12 +68,6 @@ def sliced(batch: Batch, rank: int, group) -> Batch:
     return Batch(batch.hidden.clone(), batch.weight[rows].clone(), batch.ids, batch.advantages, bias, options)
 
 
-def on_all_ranks(x: Tensor, group) -> list[Tensor]:
-    found = [torch.empty_like(x) for _ in range(group.size())]
-    distributed.all_gather(found, x.contiguous(), group=group)
-    return found
-
-
 def whole(found, group, rank: int):
     """The result with the weight's gradients of all ranks one below the other."""
     for name in ("weight", "bias"):
@@ -84,12 +76,6 @@ def whole(found, group, rank: int):
             distributed.all_gather_object(parts, found.grads[name], group=group)
             found.grads[name] = torch.cat(parts)
     return found
-
-
-def assert_same_on_all_ranks(found, group) -> None:
-    values = [found.loss, found.logps, found.entropy, found.grads["hidden"], *found.metrics.values()]
-    for x in values:
-        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for y in on_all_ranks(x, group))
 
 
 CASES = {  # options_of_a_walk has the other surrogates
@@ -138,7 +124,7 @@ def options_of_a_walk(rank: int, group) -> None:
         point = POINTS[of_each * i + 8 * i % of_each]
         chosen = choose(point, i // 2 % 2)
         batch, config = build(point, chosen, VOCAB)
-        with way_of_masks(chosen["sampling_mask"]):
+        with mask_path(chosen["sampling_mask"]):
             found = whole(fused(sliced(batch, rank, group), config, BACKENDS[i % 2]), group, rank)
         assert_same_on_all_ranks(found, group)
         for name, error in errors(found, reference(batch, config), size_of_loss(batch, config)).items():
@@ -146,19 +132,19 @@ def options_of_a_walk(rank: int, group) -> None:
 
 
 @contextmanager
-def way_of_masks(way: str) -> Iterator[None]:
+def mask_path(path: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        set_mask_way(patch, way, VOCAB)
+        use_mask_path(patch, path, VOCAB)
         yield
 
 
 def equal_to_one_process(rank: int, group) -> None:
-    """Without a sampling mask, and with one, each configuration by another way to the logits."""
-    ways = itertools.cycle(MASK_WAYS)
+    """Without a sampling mask, and with one, each configuration by another path to the logits."""
+    paths = itertools.cycle(MASK_PATHS)
     for backend, (i, config) in itertools.product(BACKENDS, enumerate(CASES.values())):
         assert_equal_to_one_process(batches(config), config, backend, rank, group)
         if not config.static_shapes:  # refused with a mask
-            with way_of_masks(next(ways)):
+            with mask_path(next(paths)):
                 assert_equal_to_one_process(batches(config, make_mask(least=i % 2)), config, backend, rank, group)
 
 
@@ -169,7 +155,7 @@ def equal_in_16_bits(rank: int, group) -> None:
     for dtype, backend, config, mask in itertools.product((torch.bfloat16, torch.float16), BACKENDS, configs, masks):
         batch = batches(config, mask).head_as(dtype)
         exact = reference(batch, config)
-        with way_of_masks("both"):
+        with mask_path("both"):
             one = errors(fused(batch, config, backend), exact)
             found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
         assert_same_on_all_ranks(found, group)
@@ -258,11 +244,11 @@ def k_ids(rank: int, group) -> None:
 def logps_alone(rank: int, group) -> None:
     plain = make_batch(1, bias=True, masked=True, vocab=VOCAB)
     mask = {"sampling_mask": make_sampling_mask(tuple(plain.ids.shape), VOCAB)}
-    for backend, way in itertools.product(BACKENDS, ("none", *MASK_WAYS)):
-        batch = plain if way == "none" else plain.with_options(**mask)
+    for backend, path in itertools.product(BACKENDS, ("none", *MASK_PATHS)):
+        batch = plain if path == "none" else plain.with_options(**mask)
         alone, own = leaves(batch), leaves(sliced(batch, rank, group))
         options = dict(entropy=True, temperature=1.2, logit_softcap=4.0, backend=backend)
-        with way_of_masks(way):
+        with mask_path(path):
             one, found = whole_chunk(alone, **options), whole_chunk(own, vocab_parallel_group=group, **options)
             for chunk in (one, found):
                 (chunk.logps.sin().sum() + chunk.entropy.square().sum()).backward()
@@ -280,10 +266,10 @@ def kept_ids_outside_of_the_vocabulary(rank: int, group) -> None:
     batch = make_batch(1, vocab=VOCAB)
     mine = sliced(batch, rank, group)
     counts = torch.ones_like(batch.ids).index_fill(0, torch.tensor([0]), 2)
-    for backend, way, wrong in itertools.product(BACKENDS, MASK_WAYS, (VOCAB, 2**31 - 1, -1, -(2**31))):
+    for backend, path, wrong in itertools.product(BACKENDS, MASK_PATHS, (VOCAB, 2**31 - 1, -1, -(2**31))):
         pairs = torch.tensor(sorted([3, wrong])).repeat(6)
         call = partial(gk.fused_logps, mine.hidden, mine.weight, mine.ids, vocab_parallel_group=group, backend=backend)
-        with way_of_masks(way), pytest.MonkeyPatch.context() as patch:
+        with mask_path(path), pytest.MonkeyPatch.context() as patch:
             for module in (validate, kept):
                 patch.setattr(module, "checks_values", lambda device: False)
             mask = gk.SamplingMask(torch.cat([pairs, torch.full((18,), 5)]).int(), counts)
@@ -308,49 +294,6 @@ def linear_cross_entropy_of_verl(rank: int, group) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     assert relative(sum(on_all_ranks(own[0].grad, group)), one[0].grad) < 2e-5
     assert relative(own[1].grad, one[1].grad[rows_of(rank, group.size())]) < 2e-5
-
-
-def slices_of_the_tokens(rank: int, group) -> None:
-    """Log-probabilities of a slice of the packed tokens, gathered for the loss. Sequences lie across the cuts."""
-    for name in ("grpo", "gspo", "vespo", "gmpo", "grpo in chunks", "softcap, scale, temperature"):
-        config = CASES[name]
-        batch = packed(batches(config))
-        sizes = 9, len(batch.ids) - 9
-        own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        leaves = [x.clone().requires_grad_() for x in (batch.hidden[own], batch.weight, batch.bias)]
-        found = gk.fused_logps(
-            *leaves[:2], batch.ids[own], lm_head_bias=leaves[2], temperature=config.temperature, entropy=True,
-            logit_scale=config.logit_scale, logit_softcap=config.logit_softcap,
-        )  # fmt: skip
-        logps, entropy = (gather_tokens(x, group) for x in found)
-        out = gk.grpo_loss_from_logps(logps, batch.advantages, entropy=entropy, config=config, **batch.options)
-        out.loss.backward()
-        dhidden, *shares = (x.grad for x in leaves)
-        for share in shares:
-            distributed.all_reduce(share)
-        grads = {"hidden": gather_tokens(dhidden, group), "weight": shares[0], "bias": shares[1]}
-        result = Result(out.loss.detach(), out.logps, out.entropy, out.metrics, grads)
-        assert_same_on_all_ranks(result, group)
-        assert_close(result, reference(batch, config), 2e-5)
-
-
-def gathered_tokens(rank: int, group) -> None:
-    x = torch.arange(3.0 * rank).requires_grad_()  # rank 0 has no token
-    found = gather_tokens(x, group)
-    assert torch.equal(found, torch.cat([torch.arange(3.0 * r) for r in range(group.size())]))
-    (found * torch.arange(len(found))).sum().backward()
-    first = sum(3 * r for r in range(rank))
-    assert torch.equal(x.grad, torch.arange(first, first + 3.0 * rank))
-    fine, only_here = torch.ones(rank + 1), rank == 1
-    for wrong in (fine.double(), fine[:, None], fine[0]):
-        with pytest.raises(ValueError, match="expected the same type and, but for the number of tokens"):
-            gather_tokens(wrong if only_here else fine, group)
-    with pytest.raises(ValueError, match=r"x has shape \(\); expected \(N_r, \.\.\.\)"):
-        gather_tokens(fine[0], group)
-    with pytest.raises(TypeError, match=r"group is a NoneType; expected a torch\.distributed\.ProcessGroup"):
-        gather_tokens(fine, None)
-    with pytest.raises(TypeError, match=r"x is a NoneType; expected a torch\.Tensor"):
-        gather_tokens(None, group)
 
 
 def sparse_gradients(rank: int, group) -> None:
@@ -408,7 +351,7 @@ def refusals(rank: int, group) -> None:
     shorter = {"hidden": batch.hidden[:, :5], "completion_ids": batch.ids[:, :5], "old_logps": None}
     distils, own = gk.GRPOConfig(distill_coef=0.5), make_teacher((6, 6))
     own = dataclasses.replace(own, weight=own.weight[rows_of(rank, 2)], bias=own.bias[rows_of(rank, 2)])
-    taught = {"config": distils, "teacher": dataclasses.replace(own, top_k=3)}
+    with_teacher = {"config": distils, "teacher": dataclasses.replace(own, top_k=3)}
     shorter |= {"ref_logps": None, "completion_mask": None}
     for changes, message in (
         (shorter, r"shape of hidden \(its tokens\) must be the same on all ranks"),
@@ -416,7 +359,7 @@ def refusals(rank: int, group) -> None:
         ({"config": gk.GRPOConfig(epsilon_low=0.1)}, "config and other arguments must be the same"),
         ({"old_logps": None}, "config and other arguments must be the same"),
         ({"sampling_mask": make_mask()}, "config and other arguments must be the same"),
-        (taught, "config and other arguments must be the same"),
+        (with_teacher, "config and other arguments must be the same"),
         ({"hidden": batch.hidden.clone().requires_grad_()}, "inputs that require gradients must be the same"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -452,7 +395,7 @@ def refusals(rank: int, group) -> None:
         )
     with pytest.raises(ValueError, match="traced or compiled; it needs an eager one"):
         torch.compile(lambda: loss().loss, backend="eager")()
-    compiled = torch.compile(gather_tokens, backend="eager")
+    compiled = torch.compile(gather_tokens, backend="eager")  # here, since each rank needs seconds to import dynamo
     assert torch.equal(compiled(batch.hidden, group), gather_tokens(batch.hidden, group))
     with pytest.raises(TypeError, match=r"vocab_parallel_group is a str; expected a torch\.distributed\.ProcessGroup"):
         loss(vocab_parallel_group="tp")
@@ -466,7 +409,6 @@ WORK = {
         equal_to_one_process,
         options_of_a_walk,
         equal_in_16_bits,
-        slices_of_the_tokens,
         logps_alone,
         teachers,
         k_ids,
@@ -474,11 +416,10 @@ WORK = {
         sparse_gradients,
         accumulated,
         refusals,
-        gathered_tokens,
         check_dtensors,
         *([linear_cross_entropy_of_verl] if find_spec("verl") else []),
     ),
-    3: (equal_to_one_process, teachers, k_ids, gathered_tokens),
+    3: (equal_to_one_process, teachers, k_ids),
 }
 
 

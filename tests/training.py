@@ -35,6 +35,14 @@ OPTIONS = {
     "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "save_steps": 0, "beta": 0.0,
 }  # fmt: skip
 
+# Rollouts of two steps, used twice, over 6 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,
+# between their two uses, and epochs end inside of rollouts. The reference policy moves, beta and the rate change.
+HARD = {
+    "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 60, "beta": 0.05,
+    "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "training:length",
+    "dynamic_sampling": True, "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4,
+}  # fmt: skip
+
 
 def make_model(folder: Path) -> Path:
     """A model that samples nearly at random, and its tokenizer."""

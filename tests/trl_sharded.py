@@ -8,13 +8,15 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-import test_trl
 import torch
 import torch.distributed as dist
+import trl_calls
 import trl_parity
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trl.trainer import grpo_trainer
+
+from grpo_kernels.integrations import trl as integration
 
 
 def trainer(options: dict[str, Any]) -> Any:
@@ -27,7 +29,7 @@ def trainer(options: dict[str, Any]) -> Any:
 def check_fsdp2(options: dict[str, Any], *, head_alone: bool) -> None:
     """The gradients are averages over the ranks."""
     whole, sharded = trainer(options), trainer(options)  # which start the process group
-    inputs = test_trl.crafted_inputs(seed=dist.get_rank())
+    inputs = trl_calls.crafted_inputs(seed=dist.get_rank())
     whole._compute_loss(whole.model, inputs).backward()
     shard(sharded.model, head_alone=head_alone)
     sharded._compute_loss(sharded.model, inputs).backward()
@@ -50,7 +52,7 @@ def assert_same_gradients(sharded: Any, whole: Any, what: object) -> None:
         assert error <= 1e-5 * expected.norm() + 1e-8, (what, name)
 
 
-class Sharded(test_trl.integration.FusedGRPOTrainer):
+class Sharded(integration.FusedGRPOTrainer):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         shard(self.model, head_alone=True)
@@ -60,8 +62,8 @@ def check_truncated_sampling_under_fsdp2() -> None:
     """The kept ids are recomputed from sharded weights; scores over them, and gradients, are those of whole ones."""
     options = dict(top_k=9, top_p=0.9, beta=0.1, vllm_importance_sampling_mode="token_truncate")
     runs = []
-    for cls in (test_trl.integration.FusedGRPOTrainer, Sharded):
-        made, batch = test_trl.sampled_by(cls, test_trl.sampled_elsewhere, **options)
+    for cls in (integration.FusedGRPOTrainer, Sharded):
+        made, batch = trl_calls.sampled_by(cls, trl_calls.sampled_elsewhere, **options)
         made.current_gradient_accumulation_steps = 1
         made._compute_loss(made.model, batch).backward()
         runs.append((made, batch))
@@ -100,8 +102,8 @@ def check_zero_3(title: str, expected: dict[str, Any]) -> None:
 def check_truncated_sampling() -> None:
     """Each rank's rows keep their own ids; the kept mass that is logged is that of all ranks."""
     options = dict(top_k=9, learning_rate=0.0, beta=0.1, max_steps=2)
-    log = trl_parity.result_of(trl_parity.make_trainer(test_trl.Watched, "qwen2", options))["log"]
-    assert test_trl.Watched.watched == 4  # micro-batches
+    log = trl_parity.result_of(trl_parity.make_trainer(trl_calls.Watched, "qwen2", options))["log"]
+    assert trl_calls.Watched.watched == 4  # micro-batches
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, [entry["sampling/kept_mass"] for entry in log if "sampling/kept_mass" in entry])
     assert found[0] == found[1] and len(found[0]) == 1 and 0.2 < found[0][0] < 0.9, found
@@ -110,8 +112,8 @@ def check_truncated_sampling() -> None:
 def check_corrections() -> None:
     """Weights of the sampling engine have a mean of 1 over both ranks, and the rejected tokens of both are counted."""
     cls = partial(
-        test_trl.integration.FusedGRPOTrainer, rollout_is_batch_normalize=True, rollout_rs=test_trl.RS,
-        rollout_rs_mask=True, rollout_func=test_trl.sampled_elsewhere,
+        integration.FusedGRPOTrainer, rollout_is_batch_normalize=True, rollout_rs=trl_calls.RS,
+        rollout_rs_mask=True, rollout_func=trl_calls.sampled_elsewhere,
     )  # fmt: skip
     options = dict(use_vllm=True, vllm_importance_sampling_mode="token_truncate")
     grpo_trainer.VLLMGeneration = lambda **_: SimpleNamespace(sync_weights=int)

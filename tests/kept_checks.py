@@ -1,0 +1,107 @@
+"""What kernels of kept ids must do, against float64: rows of ids from a sampling mask, and three products over them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+from kernel_checks import UNIT, Kernels, placed
+from torch import Tensor
+
+from grpo_kernels.kernels.operations import KeptIds, KeptPairs, KeptRows, Rows, TokenMask
+
+# Columns beyond a vector, a tile of Triton's (128, 512), and a block of CUDA's (1,024 in float32, 2,048 in 16 bits).
+KEPT_WIDTHS = (1, 7, 131, 515, 1031, 2053)
+KEPT_COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 31, 32)  # ids of a row: groups of 4, tiles of 16, with and without a rest
+
+
+def make_kept(tokens: int, vocab: int, seed: int = 0) -> KeptIds:
+    """Rows of tokens in no order. Most keep id 0 and the last id, none id 7."""
+    rng = random.Random(seed)
+    others = [i for i in range(1, vocab - 1) if i != 7]
+    rows = [[0, *sorted(rng.sample(others, n - 2)), vocab - 1] if n > 1 else [0] * n for n in KEPT_COUNTS * 2]
+    ids = torch.tensor([row + [-1] * (max(KEPT_COUNTS) - len(row)) for row in rows], dtype=torch.int32)
+    return KeptIds(Rows(0, len(rows), torch.tensor(rng.sample(range(tokens), len(rows)))), ids)
+
+
+def check_kept_ids(kernels: Kernels, dtype: torch.dtype) -> None:
+    """The rows of ids of a whole vocabulary, and of slices of it, from a mask with ids that no vocabulary has."""
+    tokens, vocab = 23, 300
+    rng = random.Random(0)
+    rows = [sorted(rng.sample(range(vocab), n)) for n in (0, 1, 2, 63, 64, 65, 127, 128, *[9] * 15)]
+    sampled = [rng.choice(row) if row and t % 3 else rng.randrange(vocab) for t, row in enumerate(rows)]
+    rows[9][-1], rows[10][0], rows[11][-1], sampled[12], sampled[13] = vocab, -1, 2**31 - 1, vocab, -1
+    counts = torch.tensor([len(row) for row in rows])
+    mask = TokenMask(torch.tensor([i for row in rows for i in row], dtype=dtype), counts, counts.cumsum(0))
+    index = rng.sample(range(1, tokens), tokens - 1)
+    for own in (range(vocab), range(100), range(100, 220), range(220, vocab)):
+        ids = torch.full((len(index), 132), 7, dtype=torch.int32)
+        token_of, columns = ids.clone(), torch.full((tokens,), 7)
+        found = KeptRows(KeptIds(Rows(0, len(index), torch.tensor(index)), ids), token_of, columns, torch.ones(22) > 2)
+        kernels.kept_ids(mask, torch.tensor(sampled), own, vocab, found)
+        assert columns[0] == 7 and (token_of == torch.tensor(index)[:, None]).all()
+        for i, token in enumerate(index):
+            row, column, added = ids[i].tolist(), int(columns[token]), bool(found.added[i])
+            assert added == (sampled[token] not in rows[token])
+            if token in (9, 10, 11, 12, 13):
+                assert column == -1 and all(-1 <= x < len(own) for x in row)
+                continue
+            here = [x for x in rows[token] if x in own]
+            here += [sampled[token]] if added and sampled[token] in own else []
+            assert row == [x - own.start for x in here] + [-1] * (132 - len(here))
+            assert column == (here.index(sampled[token]) if sampled[token] in own else -1)
+
+
+def check_kept(kernels: Kernels, width: int, dtype: torch.dtype, *, wide: bool, shift: int = 0) -> None:
+    """The three products, gradients in float32 (`wide`) or in `dtype`; each twice, to the same bits."""
+    tokens, vocab, out = 23, 37, torch.float32 if wide else dtype
+    g = torch.Generator().manual_seed(width)
+
+    def matrix(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return placed(torch.randn(rows, width, generator=g), width + 3, shift, dtype)
+
+    hidden, weight, bias = matrix(tokens, dtype)[0], matrix(vocab, dtype)[0], torch.randn(vocab, generator=g)
+    kept = make_kept(tokens, vocab, seed=width)
+    (count, slots), index, used = kept.ids.shape, kept.rows.index, kept.ids >= 0
+    rows = kept.ids.clamp(min=0).long()
+    h, w = hidden.double()[index], weight.double()[rows]
+
+    for given in (bias, None):
+        found = torch.full((2, count, slots), 7.5)
+        for logits in found:
+            kernels.kept_logits(hidden, weight, given, kept, logits)
+        expected = torch.einsum("ch,ckh->ck", h, w) + (0.0 if given is None else given.double()[rows])
+        check_product(found, expected.masked_fill(~used, -math.inf), width)
+
+    factors = torch.randn(count, slots, generator=g)
+    dlogits = torch.where(used, factors, math.nan)  # what unused places hold is not read
+    factors = torch.where(used, factors, 0.0).double()
+    pairs = KeptPairs(kept.ids.view(-1), index.to(torch.int32).repeat_interleave(slots))
+    shares = (factors[..., None] * h[:, None]).view(-1, width)
+    for kind in ("dhidden", "dweight", "dweight, added"):
+        found, buffers = zip(*[matrix(tokens if kind == "dhidden" else vocab, out) for _ in range(2)], strict=True)
+        found[1].copy_(found[0])
+        before = found[0].clone(), buffers[0].clone()
+        expected = before[0].double()
+        if kind == "dhidden":
+            expected[index] = torch.einsum("ck,ckh->ch", factors, w)
+        else:
+            expected = (expected if "added" in kind else 0 * expected).index_add(0, rows.view(-1), shares)
+        for x in found:
+            if kind == "dhidden":
+                kernels.kept_dhidden(dlogits, weight, kept, x)
+            else:
+                kernels.kept_dweight(dlogits.view(-1), hidden, pairs, x, add="added" in kind)
+        check_product(torch.stack(found), expected, count)
+        found[0].copy_(before[0])
+        assert torch.equal(buffers[0], before[1])  # what lies around and between the rows
+
+
+def check_product(found: Tensor, expected: Tensor, terms: int) -> None:
+    """(2, ...) of equal bits, within the rounding of their type plus float32 sums of so many terms of about 1."""
+    assert torch.equal(found[0], found[1])
+    absent = expected == -math.inf
+    assert torch.equal(found[0] == -math.inf, absent)
+    bound = expected.abs() * UNIT[found.dtype] * 1.01 + 4e-6 * terms**0.5
+    assert ((found[0].double() - expected).abs() <= bound)[~absent].all()
