@@ -36,7 +36,7 @@ from helpers import (
     set_mask_way,
     whole_chunk,
 )
-from option_space import POINTS, build, choose, size_of_loss
+from option_space import POINTS, build, choose
 from ranks import run_ranks
 from test_plain_tensors import check_dtensors
 from test_teacher import KINDS, OWN, config_of, make_teacher, make_top_k, teacher_of
@@ -44,6 +44,7 @@ from torch import Tensor, distributed
 
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
+from grpo_kernels.commands.harness import size_of_loss
 from grpo_kernels.head import kept, sparse, vocab_parallel
 from grpo_kernels.integrations.sequence_parallel import gather_tokens
 from grpo_kernels.kernels.operations import SparseRule
