@@ -34,7 +34,7 @@ from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.data import GIVEN_ROWS
 from grpo_kernels.trainer.decoding import Decoder, StaticDecoder, decoding_error
 from grpo_kernels.trainer.loop import Trainer
-from grpo_kernels.trainer.run import Given, Run
+from grpo_kernels.trainer.run import Given, open_run
 from grpo_kernels.trainer.sampling import generate
 from grpo_kernels.trainer.vllm import VLLM
 
@@ -138,7 +138,7 @@ def train_steps(lm: Any, device: str) -> dict[str, Any]:
             model_name_or_path="random weights", dtype="bfloat16", num_generations=GENERATIONS, beta=0.0,
             per_device_train_batch_size=rows, max_completion_length=length, save_steps=0, use_cpu=device == "cpu",
         )  # fmt: skip
-        run = Run(a, Given({GIVEN_ROWS[0]: prompts}, [rewards], make_tokenizer(SHAPES[device][0]), lm))
+        run = open_run(a, Given({GIVEN_ROWS[0]: prompts}, [rewards], make_tokenizer(SHAPES[device][0]), lm))
         trainer = Trainer(run)
         run.log.start(0, {})
         calls = [timed(call, lm.device)[0] for _ in range(STEPS) for call in (trainer.collect, trainer.update)]

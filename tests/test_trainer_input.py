@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from grpo_kernels import __version__
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer.arguments import TrainArguments, parse
-from grpo_kernels.trainer.run import Run
+from grpo_kernels.trainer.run import open_run
 
 
 def one_short(prompts, completions, **columns):
@@ -288,7 +288,7 @@ def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
 def test_a_folder_that_another_run_is_using(model, data, tmp_path, capfd):
     """Both would go on from the same checkpoint, and write the same files."""
     output = tmp_path / "run"
-    made = Run(parse(training.arguments(model, data, output)))
+    made = open_run(parse(training.arguments(model, data, output)))
     assert run(model, data, output, resume_from_checkpoint="auto") == 2
     assert f"output_dir={output} is in use by another run" in capfd.readouterr().err
     made.close()

@@ -18,7 +18,7 @@ from .files import read_file
 from .loop import Trainer
 from .model import is_peft_model
 from .rewards.functions import name_of
-from .run import Given, Run
+from .run import Given, open_run
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -96,7 +96,7 @@ def train(
     else:
         args, given = replace(args, model_name_or_path=str(model)), Given(data, rewards, processing_class)
     try:
-        run = Run(args, given)
+        run = open_run(args, given)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the half-made run and its lock
         raise

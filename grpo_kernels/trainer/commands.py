@@ -17,7 +17,7 @@ from .loop import Trainer
 from .memory import peak, restart_peak
 from .ranks import Ranks
 from .records import counted
-from .run import Run, advice_on_memory
+from .run import Run, advice_on_memory, bytes_of_checkpoint, check_room, open_run
 from .tasks import ARITHMETIC_MODEL
 
 
@@ -34,7 +34,7 @@ def train(argv: Sequence[str], command: str = "train", preset: Sequence[str] = (
         arguments = parse(argv, command, preset)
         if arguments.dry_run:
             return dry_run(arguments)
-        run = Run(arguments)
+        run = open_run(arguments)
         return Trainer(run).train()
     except BrokenPipeError:  # what was told is not read any more: no sentence helps
         raise
@@ -75,13 +75,13 @@ def dry_run(arguments: TrainArguments) -> int:
     ranks = Ranks(use_cpu=arguments.use_cpu)
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(ranks.gather([folder])[0], "run"))
-        run = Run(dataclasses.replace(
+        run = open_run(dataclasses.replace(
             arguments, output_dir=output, resume_from_checkpoint=None, logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
             with run.ranks.raise_on_all():
                 if run.accelerator.is_main_process:
-                    run.check_room(Path(arguments.output_dir).absolute())
+                    check_room(Path(arguments.output_dir).absolute(), bytes_of_checkpoint(run.policy, run.arguments))
             _one_step(run)
         finally:
             run.close()
@@ -104,7 +104,7 @@ def _one_step(run: Run) -> None:
     if before is not None:
         more = (peak(device) - before) / MIB
         print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
-    print(f"disk       {run.bytes_of_checkpoint() / MIB:,.1f} MiB for a checkpoint")
+    print(f"disk       {bytes_of_checkpoint(run.policy, a) / MIB:,.1f} MiB for a checkpoint")
     if run.bare_policy.decoder is not None and run.bare_policy.decoder.memory:
         print(f"sampling   {run.bare_policy.decoder.memory}")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -172,21 +173,23 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def lock_folder(folder: Path) -> int:
-    """A handle of the folder, which no second run gets while this one has it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
-    except OSError:  # a file system without locks
-        pass
-    return handle
+class FolderLock:
+    """Holds a folder, which no second run gets until this object is released or gone."""
+
+    def __init__(self, folder: Path):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
+        handle = os.open(folder, os.O_RDONLY)
+        self.release = weakref.finalize(self, os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
+        except OSError:  # a file system without locks
+            pass
 
 
 def checksums(folder: Path) -> dict[str, str]:
