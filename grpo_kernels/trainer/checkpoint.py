@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from . import RunError, reason_of
+from .adamw import is_low
 from .arguments import TrainArguments, to_json
+from .decoding import MIB
 from .files import CHECKSUMS, checksums, discard, read_file
 from .ranks import whole
 from .rollout import Completion
@@ -99,6 +102,28 @@ def prune(output: Path, limit: int | None, step: int) -> None:
     written = [folder for folder in checkpoints(output) if _step_of(folder) <= step]
     for folder in written[limit or sys.maxsize :]:
         discard(folder)
+
+
+def bytes_of_checkpoint(policy: Any, a: TrainArguments) -> int:
+    """Returns bytes of weights (of an adapter the trained ones), AdamW's state and the reference policy; the rest is
+    little."""
+    size = 0
+    for p in policy.parameters():
+        if p.requires_grad:
+            size += p.numel() * (p.itemsize * (1 + bool(a.beta)) + (12 if is_low(p) else 8))
+        elif not a.use_peft:
+            size += p.numel() * p.itemsize
+    return size
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raises ValueError where a checkpoint of so many bytes has no room on the disk of a folder that may not be made
+    yet."""
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    needed, free = size / MIB, shutil.disk_usage(parent).free / MIB
+    if free < needed:
+        sizes = f"a checkpoint takes {needed:,.1f} MiB, its disk has {free:,.1f} MiB left"
+        raise ValueError(f"output_dir={folder}: {sizes}")
 
 
 def find_checkpoint(output: Path, requested: str | None) -> Path | None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from . import RunError, evaluate
 from . import demo as demonstration
 from .arguments import DEMO, TrainArguments, make_parser, parse
+from .checkpoint import bytes_of_checkpoint, check_room
 from .decoding import MIB
 from .loop import Trainer
-from .memory import peak, restart_peak
+from .memory import advice_on_memory, peak, restart_peak
 from .ranks import Ranks
 from .records import counted
-from .run import Run, advice_on_memory, bytes_of_checkpoint, check_room, open_run
+from .run import Run, open_run
 from .tasks import ARITHMETIC_MODEL
 
 

@@ -29,13 +29,14 @@ from .data import take
 from .evaluate import ACCURACIES, evaluate
 from .files import write_json
 from .log import pass_numbers, rollout_record, step_record
+from .memory import advice_on_memory
 from .ranks import Interrupted, whole
 from .records import counted
 from .report import write_report
 from .rewards import RewardBatch
 from .rewards.scoring import Failure
 from .rollout import Completion, infer
-from .run import Run, advice_on_memory
+from .run import Run
 from .tasks import ARITHMETIC_MODEL
 
 SAMPLES = 4  # completions of a rollout in samples.jsonl

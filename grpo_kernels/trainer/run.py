@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ from transformers import get_scheduler
 
 from ..teacher import check_teacher_values
 from . import RunError, reason_of
-from .adamw import check_state_of, is_low, make_optimizer
+from .adamw import check_state_of, make_optimizer
 from .arguments import TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import (
@@ -29,6 +27,8 @@ from .checkpoint import (
     RUN,
     STATE,
     Progress,
+    bytes_of_checkpoint,
+    check_room,
     check_state,
     claim_folder,
     fingerprint_of_weights,
@@ -37,9 +37,10 @@ from .checkpoint import (
     read_checkpoint,
 )
 from .data import Prompt, fingerprint, load_prompts
-from .decoding import MIB, choose_decoder
+from .decoding import choose_decoder
 from .files import FolderLock, new_folder, remove_leftovers, write_atomically, write_json
 from .log import RunLog
+from .memory import advice_on_memory
 from .mismatch import check_sampler, fix_rotary
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
@@ -60,25 +61,6 @@ class Given(NamedTuple):
 
 
 NOTHING = Given({})
-# Of allocators that raise RuntimeError: torch's for CPUs, cuBLAS, CUDA's runtime.
-OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
-
-
-@contextmanager
-def advice_on_memory(phase: Callable[[], str]) -> Iterator[None]:
-    """Make RunError, with the options to lower, of an allocation that fails within it. phase: what was going on."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not (known or any(words in str(error) for words in OUT_OF_MEMORY)):
-            raise
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise RunError(
-            f"out of memory ({phase()}): {reason[0]}; lower per_device_train_batch_size, with "
-            "gradient_accumulation_steps raised as much, or max_completion_length. Less memory is taken with "
-            "gradient_checkpointing, with use_peft, with fsdp over several GPUs, or by a smaller model"
-        ) from error
 
 
 @dataclass
@@ -388,28 +370,6 @@ def try_to_save(lm: Any, tokenizer: Any, folder: Path, a: TrainArguments) -> Non
     except Exception as error:  # of many types, of transformers, tokenizers and the system
         reason = f"model and tokenizer cannot be saved: {reason_of(error)}"
         raise ValueError(f"output_dir={folder}: {reason}") from error
-
-
-def bytes_of_checkpoint(policy: Any, a: TrainArguments) -> int:
-    """Returns bytes of weights (of an adapter the trained ones), AdamW's state and the reference policy; the rest is
-    little."""
-    size = 0
-    for p in policy.parameters():
-        if p.requires_grad:
-            size += p.numel() * (p.itemsize * (1 + bool(a.beta)) + (12 if is_low(p) else 8))
-        elif not a.use_peft:
-            size += p.numel() * p.itemsize
-    return size
-
-
-def check_room(folder: Path, size: int) -> None:
-    """Raises ValueError where a checkpoint of so many bytes has no room on the disk of a folder that may not be made
-    yet."""
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
-    needed, free = size / MIB, shutil.disk_usage(parent).free / MIB
-    if free < needed:
-        sizes = f"a checkpoint takes {needed:,.1f} MiB, its disk has {free:,.1f} MiB left"
-        raise ValueError(f"output_dir={folder}: {sizes}")
 
 
 def _environment() -> dict[str, Any]:
