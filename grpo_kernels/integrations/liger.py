@@ -126,13 +126,13 @@ _OF_LIGER = ("compiled", "use_ref_model", "chunk_size")  # fields that GRPOConfi
 def _config(loss_type: str, importance_sampling_level: Level, **options: Any) -> GRPOConfig:
     """Returns the configuration of Liger's arguments, as far as the loss type reads them."""
     options["importance_sampling_level"] = importance_sampling_level
-    found = options_of_loss_type(loss_type, options)
+    fields_read = options_of_loss_type(loss_type, options)
     check_one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     if importance_sampling_level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(f"importance_sampling_level='sequence' does not go with loss_type={loss_type!r}")
-    if found.get("max_completion_length", 0) is None:
+    if fields_read.get("max_completion_length", 0) is None:
         raise ValueError("max_completion_length is None; loss_type='dr_grpo' needs it")
-    return GRPOConfig(**found | {name: options[name] for name in ("delta", "sparse_backward", "logits_dtype")})
+    return GRPOConfig(**fields_read | {name: options[name] for name in ("delta", "sparse_backward", "logits_dtype")})
 
 
 def _without_graph(x: Any) -> Any:
