@@ -120,9 +120,9 @@ def combine_advantages(
         centred = total - (size * total).sum() / number.clamp(min=1)
         deviation = ((size * centred.square()).sum() / (number - ddof).clamp(min=1)).sqrt()
         total = centred / (deviation + eps)
-    found = torch.where(known, total, 0.0).float()
-    check_finite("advantages", found, _FINITE)
-    return found
+    advantages = torch.where(known, total, 0.0).float()
+    check_finite("advantages", advantages, _FINITE)
+    return advantages
 
 
 def group_statistics(
@@ -304,8 +304,8 @@ def process_advantages(
 def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: Tensor | None, like: Tensor) -> Groups:
     """Returns the groups of a batch of sequences: adjacent, or named by integers."""
     if (num_generations is None) == (group_ids is None):
-        given = "neither" if group_ids is None else "both"
-        raise ValueError(f"groups come from num_generations or group_ids: give one of the two, got {given}")
+        arguments = "neither" if group_ids is None else "both"
+        raise ValueError(f"groups come from num_generations or group_ids: give one of the two, got {arguments}")
     if num_generations is not None:
         num_generations = check_count("num_generations", num_generations)
         if num_sequences % num_generations:

@@ -116,10 +116,10 @@ def compare(cases: list[Case], backend: str, device: torch.device) -> tuple[floa
     largest, worst = -math.inf, ""
     for done, case in enumerate(cases):
         try:
-            found = errors(fused(case.batch, case.config, backend, device), case.exact, case.size)
+            case_errors = errors(fused(case.batch, case.config, backend, device), case.exact, case.size)
         except Exception as error:  # any error goes into the report; the other lines continue
             return math.inf, str(case.variant), done, f"{case.variant}: {type(error).__name__}: {error}"
-        excess, name = max((error - case.allowed[name], name) for name, error in found.items())
+        excess, name = max((error - case.allowed[name], name) for name, error in case_errors.items())
         excess /= ROUNDINGS.get(case.variant.level, 1.0)
         if excess > largest:
             largest, worst = excess, f"{case.variant}: {name}"
@@ -151,8 +151,9 @@ def make_inputs(variant: Variant, index: int, dtype: torch.dtype) -> tuple[Batch
     if SURROGATE_RULES[variant.surrogate].divides_by_rollout:
         batch = batch.with_options(rollout_logps=old.float())
         p, q = logps.exp(), old.exp()
-        of_others = (1 - q) * ((1 - q) / (1 - p)).log()
-        bound = _widest_gap((q * -log_ratio + of_others if variant.surrogate == "dppo_kl" else (p - q).abs())[mask])
+        kl_of_others = (1 - q) * ((1 - q) / (1 - p)).log()
+        distances = q * -log_ratio + kl_of_others if variant.surrogate == "dppo_kl" else (p - q).abs()
+        bound = _widest_gap(distances[mask])
         sides = ("epsilon_high",) if variant.surrogate == "ipo" else ("epsilon_low", "epsilon_high")
         bounds = dict.fromkeys(sides, bound)
     config = GRPOConfig(
