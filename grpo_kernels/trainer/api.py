@@ -92,11 +92,11 @@ def train(
             raise ValueError("args.use_vllm=True with a model in memory; expected its folder: vLLM reads its own copy")
         name = f"a {type(model).__name__} given to train()"
         args = replace(args, dtype=dtype, model_name_or_path=name, use_peft=args.use_peft or whole is not model)
-        given = Given(data, rewards, processing_class, model)
+        objects = Given(data, rewards, processing_class, model)
     else:
-        args, given = replace(args, model_name_or_path=str(model)), Given(data, rewards, processing_class)
+        args, objects = replace(args, model_name_or_path=str(model)), Given(data, rewards, processing_class)
     try:
-        run = open_run(args, given)
+        run = open_run(args, objects)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the half-made run and its lock
         raise

@@ -250,7 +250,7 @@ class TrainArguments:
     def loss_config(self) -> GRPOConfig:
         """The loss: the preset with what was given."""
         fixed = GRPOConfig.preset(self.loss_type).aggregation == "fixed_length"
-        own: dict[str, Any] = {
+        from_options: dict[str, Any] = {
             "epsilon_low": self.epsilon,
             "epsilon_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
             "advantage_scale": self.scale_rewards,
@@ -259,17 +259,17 @@ class TrainArguments:
             "beta": self.beta,
         }
         further, where = self.loss_options or {}, f"loss_options={self.loss_options}"
-        if twice := own.keys() & further.keys():
+        if twice := from_options.keys() & further.keys():
             raise ValueError(f"{where}: {', '.join(sorted(twice))} has an option of its own")
         if known := further.keys() & {"logit_scale", "logit_softcap"}:
             raise ValueError(f"{where}: {', '.join(sorted(known))} is read from the model")
-        given = {name: value for name, value in own.items() if value is not None} | further
-        if isinstance(dtype := given.get("logits_dtype"), str):  # JSON has its name
-            given["logits_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
+        fields = {name: value for name, value in from_options.items() if value is not None} | further
+        if isinstance(dtype := fields.get("logits_dtype"), str):  # JSON has its name
+            fields["logits_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
         if self.teacher_model_name_or_path is not None:
-            given.setdefault("distill_coef", 1.0)
+            fields.setdefault("distill_coef", 1.0)
         try:
-            return GRPOConfig.preset(self.loss_type, **given)
+            return GRPOConfig.preset(self.loss_type, **fields)
         except TypeError as error:
             raise ValueError(f"{where}: {error}") from None
 
@@ -470,18 +470,18 @@ def parse(argv: Sequence[str], command: str = "train", preset: Sequence[str] = (
     parser = make_parser(command)
 
     def read(words: Sequence[str]) -> dict[str, Any]:
-        own = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in words]
-        found, rest = parser.parse_known_args(own)
+        spelled = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in words]
+        namespace, rest = parser.parse_known_args(spelled)
         if rest:
             words = [f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest]
             parser.error(f"unrecognized arguments: {' '.join(words)}")
-        return vars(found)
+        return vars(namespace)
 
-    own = read(argv)
-    given = read(preset) | (_from_yaml(own["config"]) if "config" in own else {}) | own
-    given = {name: value for name, value in given.items() if name in KINDS}
-    arithmetic = not {"model_name_or_path", "dataset_name"} & given.keys()
-    return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | given)
+    from_line = read(argv)
+    options = read(preset) | (_from_yaml(from_line["config"]) if "config" in from_line else {}) | from_line
+    options = {name: value for name, value in options.items() if name in KINDS}
+    arithmetic = not {"model_name_or_path", "dataset_name"} & options.keys()
+    return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | options)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -495,7 +495,7 @@ _Loader.add_implicit_resolver(
 
 def _from_yaml(path: str) -> dict[str, Any]:
     """The options of a file; without those that are null."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     try:
         loader = _Loader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -505,12 +505,12 @@ def _from_yaml(path: str) -> dict[str, Any]:
             name = str(key.value).replace("-", "_")
             if name not in KINDS:
                 raise ValueError(f"{key.value!r} is no option of a run{suggestion(name)}")
-            if name in found:
+            if name in options:
                 raise ValueError(f"{name} is there twice")
-            found[name] = _value_of(value, KINDS[name], loader)
+            options[name] = _value_of(value, KINDS[name], loader)
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"config={path}: {error}; expected options, one 'name: value' a line") from None
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _value_of(node: yaml.Node, kind: Kind, loader: _Loader) -> Any:

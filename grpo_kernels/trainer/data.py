@@ -74,8 +74,8 @@ def load_prompts(
     outer = answer_column if answer_column in rows[0] else (answer_column or "").partition(".")[0] or None
     for option, name in (("prompt_column", prompt_column), ("answer_column", outer)):
         if name is not None and name not in rows[0]:
-            found = ", ".join(map(repr, rows[0])) or "no columns"
-            raise ValueError(f'{where} has no column "{name}"; found {found}: {option} names it')
+            columns = ", ".join(map(repr, rows[0])) or "no columns"
+            raise ValueError(f'{where} has no column "{name}"; found {columns}: {option} names it')
     if answer_column not in (None, "answer") and "answer" in rows[0]:
         raise ValueError(f"{where} has a column 'answer' beside answer_column={answer_column}; rename or drop one")
     variables = dict(chat_template_kwargs or {})
@@ -161,16 +161,16 @@ def check_source(option: str, name: str | Path, kind: str = "model") -> None:
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """A hash of all that a run takes from its prompts, the same in every process. Raises ValueError for a column of
     what cannot be compared (an open file, say)."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for row, prompt in enumerate(prompts):
-        found.update(repr(prompt.ids).encode())
+        digest.update(repr(prompt.ids).encode())
         for name, value in prompt.columns.items():
             try:
-                found.update(repr((name, canonical(value))).encode())
+                digest.update(repr((name, canonical(value))).encode())
             except Exception as error:  # objects raise what they like
                 reason = f"{type(value).__name__}, which no later run could compare: {reason_of(error)}"
                 raise ValueError(f"the data, row {row}: the column {name!r} holds a {reason}") from error
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def canonical(value: Any) -> str:
@@ -299,12 +299,12 @@ def _messages(prompt: Any) -> Any:
         return prompt
     if not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
         raise ValueError(f"the prompt is {prompt!r:.80}; expected a text or a list of messages with role and content")
-    found = []
-    for number, given in enumerate(prompt):
-        message = {name: value for name, value in given.items() if value is not None}
+    messages = []
+    for number, fields in enumerate(prompt):
+        message = {name: value for name, value in fields.items() if value is not None}
         content, where = message.get("content", ""), f"message {number} of the prompt"
         if not isinstance(message.get("role"), str) or ("content" not in message and not message.get("tool_calls")):
-            raise ValueError(f"{where} is {given!r:.80}; expected role and content, or tool_calls for content")
+            raise ValueError(f"{where} is {fields!r:.80}; expected role and content, or tool_calls for content")
         if isinstance(content, list):
             for part in content:
                 if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
@@ -312,8 +312,8 @@ def _messages(prompt: Any) -> Any:
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             raise ValueError(f"{where} has the content {content!r:.60}; expected a text, or a list of parts of text")
-        found.append({**message, "content": content})
-    return found
+        messages.append({**message, "content": content})
+    return messages
 
 
 def check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:
@@ -375,8 +375,8 @@ def _encode_text(prompt: str, tokenizer: Any) -> tuple[list[int], bool]:
     try:
         ids: list[int] = tokenizer(prompt)["input_ids"]
         if ids[-1:] == [tokenizer.eos_token_id]:
-            own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            appended = ids[len(ids) - len(own) :] != own
+            text_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            appended = ids[len(ids) - len(text_ids) :] != text_ids
             ids = ids[: len(ids) - appended]
     except Exception as error:  # half of a surrogate pair, which JSON can hold, is a TypeError of some
         raise ValueError(f"the tokenizer refuses the prompt {prompt!r:.80}: {error}") from error

@@ -91,11 +91,13 @@ def eager_loss(
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> Any:
+def load_tokenizer(path: str, arguments: TrainArguments, processing_class: Any = None) -> Any:
     """The tokenizer of `path`, or of its base where that is an adapter without one, unless one is given."""
-    if given is None and not path:
+    if processing_class is None and not path:
         raise ValueError("processing_class is missing: the model names no place with a tokenizer")
-    tokenizer = given if given is not None else _load_tokenizer(path, arguments, name="model_name_or_path")
+    tokenizer = processing_class
+    if tokenizer is None:
+        tokenizer = _load_tokenizer(path, arguments, name="model_name_or_path")
     for name in ("pad_token", "eos_token"):
         if getattr(tokenizer, name) is None or getattr(tokenizer, f"{name}_id") is None:
             raise ValueError(
@@ -130,10 +132,10 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, given: Any = None) -> Any:
+def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, model: Any = None) -> Any:
     """The model to train: the given one, that of `path` or, where there is one, of a checkpoint: under --use-peft its
     adapter alone. An adapter, as `path` or given, is trained on."""
-    a, base = arguments, None if given is not None else base_of(path)
+    a, base = arguments, None if model is not None else base_of(path)
     if base is not None and not a.use_peft:
         raise ValueError(
             f"model_name_or_path={path} is an adapter to {base}; expected use_peft=True, which trains it on, "
@@ -143,7 +145,7 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
     if checkpoint is not None and not a.use_peft:
         lm = _load(str(checkpoint), str(checkpoint.resolve()), a)
     else:
-        lm = given if given is not None else _load(path, base or _absolute(path), a)
+        lm = model if model is not None else _load(path, base or _absolute(path), a)
     continues = base is not None or is_peft_model(lm)
     if is_peft_model(lm) and adapter is not None:
         lm.load_adapter(adapter, lm.active_adapters[0], is_trainable=True)
@@ -187,13 +189,13 @@ def save_model(lm: Any, folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def _load(path: str, source: str, a: TrainArguments, *, name: str = "model_name_or_path") -> Any:
-    lm, found = _from_pretrained(
+    lm, loading_info = _from_pretrained(
         AutoModelForCausalLM, path, source, name=name, trust_remote_code=a.trust_remote_code,
         dtype=getattr(torch, a.dtype), output_loading_info=True,
     )  # fmt: skip
     if getattr(lm, "_hf_peft_config_loaded", False):
         raise ValueError(f"{name}={path}: the base model {source} is an adapter too; expected a whole model")
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise ValueError(
             f"{name}={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, {missing[0]} among them, "
             "which would be random numbers"
@@ -279,11 +281,12 @@ class TeacherModel:
         name = "teacher_model_name_or_path"
         self.ids: dict[str, Any] = {"top_k": arguments.teacher_top_k, "mode": arguments.teacher_top_k_mode}
         self.lm = load_frozen(path, arguments, name=name).to(device)
-        own = _load_tokenizer(path, arguments, name=name).get_vocab()
-        if differing := [word for word, i in tokenizer.get_vocab().items() if own.get(word) != i]:
+        ids, teacher_ids = tokenizer.get_vocab(), _load_tokenizer(path, arguments, name=name).get_vocab()
+        if differing := [word for word, i in ids.items() if teacher_ids.get(word) != i]:
+            word = differing[0]
             raise ValueError(
-                f"{name}={path}: its tokenizer gives {differing[0]!r} the id {own.get(differing[0])}, the model's "
-                f"{tokenizer.get_vocab()[differing[0]]}; expected a teacher with the same ids"
+                f"{name}={path}: its tokenizer gives {word!r} the id {teacher_ids.get(word)}, the model's {ids[word]}; "
+                "expected a teacher with the same ids"
             )
 
     @torch.no_grad()

@@ -163,17 +163,16 @@ def make_accelerator(a: TrainArguments) -> Accelerator:
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding if a.fsdp else FullyShardedDataParallelPlugin()
     kind, layout = accelerator.distributed_type, accelerator.parallelism_config
-    own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    for name, found, expected in (
+    for name, value, expected in (
         ("distributed_type", kind.value, ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP")),
         ("fsdp_version", accelerator.state.fsdp_plugin.fsdp_version if kind is DistributedType.FSDP else 2, (2,)),
-        ("mixed_precision", own[0], ("no", precision)),
+        ("mixed_precision", os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), ("no", precision)),
         ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, (1,)),
-        ("dynamo_backend", own[1], ("no",)),
+        ("dynamo_backend", os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(), ("no",)),
         ("non_data_parallel_size", layout.non_data_parallel_size if layout else 1, (1,)),
     ):
-        if found not in expected:
-            raise ValueError(f"accelerate's configuration has {name}={found}; expected {', '.join(map(str, expected))}")
+        if value not in expected:
+            raise ValueError(f"accelerate's configuration has {name}={value}; expected {', '.join(map(str, expected))}")
     if absent := sorted(set(a.report_to) - set(map(str, accelerator.log_with))):  # accelerate says nothing
         raise ValueError(f"report_to={', '.join(absent)}: not installed (pip install {' '.join(absent)})")
     return accelerator

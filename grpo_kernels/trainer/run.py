@@ -108,13 +108,13 @@ class Run:
         """
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         reference = () if self.reference is None else (copy for _, copy in self.reference.pairs.values())
-        found = {
+        numbers = {
             "the norm of the weights": norm(self.trained()),
             "the norm of the optimizer's state": norm(x for x in moments if x.dim()),
             "the norm of the reference policy": norm(reference),
             "a log-probability under the policy": logp_of_probe(self.policy, self.probe, self.arguments),
         }
-        self.check_finite(f"after step {step}", found)
+        self.check_finite(f"after step {step}", numbers)
 
     def check_finite(self, where: str, numbers: dict[str, float]) -> None:
         """Raise RunError, on all ranks, where a number is not finite."""
@@ -213,7 +213,7 @@ class Run:
         self.accelerator.end_training()
 
 
-def open_run(a: TrainArguments, given: Given = NOTHING) -> Run:
+def open_run(a: TrainArguments, objects: Given = NOTHING) -> Run:
     """Opens a run: makes all that its steps need.
 
     The order: the options and the processes; the folder, locked before anything in it is read or changed; the model and
@@ -231,14 +231,14 @@ def open_run(a: TrainArguments, given: Given = NOTHING) -> Run:
     with ranks.raise_on_all():
         checkpoint = claim_folder(folder, a, ranks.count)
         source = a.model_name_or_path or make_start_model(folder, a, ranks)
-    tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
-    lm = load_model(source, a, checkpoint, given.model)
+    tokenizer = load_tokenizer(getattr(objects.model, "name_or_path", source), a, objects.tokenizer)
+    lm = load_model(source, a, checkpoint, objects.model)
     vocab_size = lm.get_input_embeddings().weight.shape[0]
-    prompts = load_data(a, tokenizer, lm, given, held_out=False)
-    held_out = load_data(a, tokenizer, lm, given, held_out=True)
+    prompts = load_data(a, tokenizer, lm, objects, held_out=False)
+    held_out = load_data(a, tokenizer, lm, objects, held_out=True)
     inputs = {"dataset_name": fingerprint(prompts)}
     inputs |= check_inputs(inputs, {"model_name_or_path": lm} if a.use_peft else {}, checkpoint, a, ranks)
-    rewards = make_rewards(a, tokenizer, prompts, held_out, given)
+    rewards = make_rewards(a, tokenizer, prompts, held_out, objects)
     longest = longest_row(a, [*prompts, *held_out])
     fix_rotary(lm, longest)
     ends = eos_ids(lm, tokenizer)
@@ -378,7 +378,7 @@ def _environment() -> dict[str, Any]:
     return {**versions, "threads": torch.get_num_threads()}
 
 
-def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING, *, held_out: bool) -> list[Prompt]:
+def load_data(a: TrainArguments, tokenizer: Any, lm: Any, objects: Given = NOTHING, *, held_out: bool) -> list[Prompt]:
     """The prompts to train on, or those to evaluate on: none where the options name none."""
     name, split = a.dataset_name, a.dataset_train_split
     if held_out:
@@ -391,7 +391,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
     if context < 1:
         raise ValueError(f"max_completion_length={a.max_completion_length}; the model has {positions} positions in all")
     prompts = load_prompts(
-        given.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
+        objects.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
         config=a.dataset_config if name == a.dataset_name else None,
         prompt_column=a.prompt_column, answer_column=a.answer_column, system_prompt=a.system_prompt,
         chat_template_kwargs=a.chat_template_kwargs,
@@ -407,14 +407,14 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
 
 def longest_row(a: TrainArguments, prompts: Sequence[Prompt]) -> int:
     """Tokens of the longest prompt and completion, or what the user lets vLLM have."""
-    of_engine = (a.vllm_kwargs or {}).get("max_model_len")
-    if isinstance(of_engine, int) and of_engine > 0:
-        return of_engine
+    engine_length = (a.vllm_kwargs or {}).get("max_model_len")
+    if isinstance(engine_length, int) and engine_length > 0:
+        return engine_length
     return max(len(prompt.ids) for prompt in prompts) + a.max_completion_length
 
 
 def make_rewards(
-    a: TrainArguments, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
+    a: TrainArguments, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[Prompt], objects: Given = NOTHING
 ) -> Rewards | None:
     """The reward functions, which find the columns that they read; None where options name none."""
     if not a.reward_funcs:
@@ -422,7 +422,7 @@ def make_rewards(
     # path/file.py:function by an absolute path: the import of another one may change the working directory.
     specs: list[Any] = [
         os.path.abspath(spec) if isinstance(spec, str) and os.path.isfile(spec.rpartition(":")[0]) else spec
-        for spec in given.rewards or a.reward_funcs
+        for spec in objects.rewards or a.reward_funcs
     ]
     rewards = Rewards(specs, a.reward_weights, max_length=a.max_completion_length)
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
