@@ -73,10 +73,10 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
     if checkpoint is not None:  # a link in the folder, or a link to one in the folder, is one of the folder
         continues = folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
         saved = checkpoint / RUN
-    own = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if os.path.lexists(path))
-    if own and not continues:
+    existing = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if os.path.lexists(path))
+    if existing and not continues:
         raise ValueError(
-            f"output_dir={folder} holds another run ({', '.join(own[:3])} ...); expected a new folder, or "
+            f"output_dir={folder} holds another run ({', '.join(existing[:3])} ...); expected a new folder, or "
             "--resume-from-checkpoint auto"
         )
     if checkpoint is not None or continues:
@@ -88,8 +88,8 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
 
 def checkpoints(output: Path) -> list[Path]:
     """Folders checkpoint-N, the newest first."""
-    found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted(found, key=_step_of, reverse=True)
+    folders = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(folders, key=_step_of, reverse=True)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -149,10 +149,10 @@ def _problem(folder: Path) -> str | None:
     if not os.path.lexists(folder / CHECKSUMS):
         return "it holds no checksums.json: it was not written by grpo-kernels train"
     try:
-        sums, found = dict(json.loads(read_file(folder / CHECKSUMS))), checksums(folder)
-        if missing := sums.keys() - found.keys():
+        sums, actual = dict(json.loads(read_file(folder / CHECKSUMS))), checksums(folder)
+        if missing := sums.keys() - actual.keys():
             return f"it has lost {', '.join(sorted(missing))}"
-        if wrong := [name for name in sums if found[name] != sums[name]]:
+        if wrong := [name for name in sums if actual[name] != sums[name]]:
             return f"{', '.join(wrong)} is damaged: its checksum differs"
         if missing := {RUN, STATE} - sums.keys():
             return f"it lacks {', '.join(sorted(missing))}"
@@ -221,14 +221,14 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
 def fingerprint_of_weights(lm: Any) -> str:
     """A hash of the parameters that are not trained: of their names, types and shapes, and of the sums of the bits of
     their rows, which are exact in any order, and read as fast as memory is."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in lm.named_parameters():
         if not tensor.requires_grad:
-            found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
             rows = tensor.detach().reshape(-1, max(1, *tensor.shape[-1:])).contiguous().view(torch.uint8)
             bits = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
-            found.update(bits.sum(-1, dtype=torch.int64).cpu().numpy().tobytes())
-    return found.hexdigest()
+            digest.update(bits.sum(-1, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_state(checkpoint: Path, a: TrainArguments, inputs: dict[str, str]) -> None:

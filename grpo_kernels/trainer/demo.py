@@ -52,8 +52,8 @@ def show(folder: Path) -> None:
     """Print the curve, answers before and after, and the rise in words."""
     notes: list[str] = []
     log, summary = read_lines(folder / "log.jsonl", notes), read_object(folder / "summary.json", notes)
-    found = [(record["step"], record["evaluation"]) for record in log if "evaluation" in record]
-    evaluations = [(step, evaluation) for step, evaluation in found if evaluation.get("reward") is not None]
+    records = [(record["step"], record["evaluation"]) for record in log if "evaluation" in record]
+    evaluations = [(step, evaluation) for step, evaluation in records if evaluation.get("reward") is not None]
     if not evaluations:  # the user's own rewards may give no verdict
         print(f"no completion of an evaluation was scored; see {folder / 'report.html'}")
         return

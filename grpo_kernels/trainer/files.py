@@ -147,8 +147,8 @@ def remove_leftovers(output: Path) -> None:
     """Remove what processes left that were killed while they wrote; a folder that was moved aside, and whose place no
     other one has taken, gets its name back. Nobody may be writing there."""
     for path in list(output.iterdir()):
-        if found := TEMPORARY.fullmatch(path.name):
-            name, kind = found.groups()
+        if match := TEMPORARY.fullmatch(path.name):
+            name, kind = match.groups()
             if kind == REPLACED and not os.path.lexists(output / name):
                 path.replace(output / name)
             else:
@@ -194,13 +194,13 @@ class FolderLock:
 
 def checksums(folder: Path) -> dict[str, str]:
     """Return SHA-256 of the files of a folder and of those within, by their paths in it. Raises RunError for a link."""
-    found = {}
+    sums = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_dir():
             with open_file(path, "rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    found.pop(CHECKSUMS, None)
-    return found
+                sums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    sums.pop(CHECKSUMS, None)
+    return sums
 
 
 def sync(path: Path) -> None:

@@ -30,18 +30,18 @@ def restart_peak(device: torch.device) -> int | None:
 
 def peak(device: torch.device) -> int:
     """Returns the bytes at the high-water mark since `restart_peak`."""
-    found = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else bytes_of("/proc/self/status", "VmHWM")
-    assert found is not None
-    return found
+    size = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else bytes_of("/proc/self/status", "VmHWM")
+    assert size is not None
+    return size
 
 
 def bytes_of(path: str, name: str) -> int | None:
     """Returns the bytes of a line such as `VmHWM:   123 kB`; None where the system has none."""
     try:
-        found = re.search(rf"^{name}:\s*(\d+) kB", Path(path).read_text(), re.MULTILINE)
+        match = re.search(rf"^{name}:\s*(\d+) kB", Path(path).read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+    return int(match[1]) * 1024 if match else None
 
 
 @contextmanager
