@@ -41,15 +41,15 @@ def complete_characters(ids: Sequence[int], tokenizer: Any) -> list[int]:
     Decoders join tokens to characters and strip a first blank. So a token is decoded behind a whole piece of the text
     before it; behind all of it, the time would be quadratic.
     """
-    found, first, read, before, known = [0], 0, 0, 0, 0
+    counts, first, read, before, known = [0], 0, 0, 0, 0
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[first:count], skip_special_tokens=True)
         length = len(text.rstrip("\ufffd"))
-        found.append(max(found[-1], known + length - before))
+        counts.append(max(counts[-1], known + length - before))
         if before < length == len(text) or count - read == 8:  # bytes that are no character
-            known, first, read = found[-1], read, count
+            known, first, read = counts[-1], read, count
             before = len(tokenizer.decode(ids[first:read], skip_special_tokens=True).rstrip("\ufffd"))
-    return found[1:]
+    return counts[1:]
 
 
 def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int) -> None:
@@ -77,8 +77,8 @@ def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_gen
     rewards = _right_padded([torch.tensor(c.steps or (), dtype=torch.float32) for c in rollout], math.nan, "cpu")
     ends = _right_padded([torch.tensor(c.step_ends or (), dtype=torch.int64) for c in rollout], 0, "cpu")
     length = max(len(c.ids) for c in rollout)
-    found = process_advantages(rewards, ends, length, **options)
-    for c, advantage in zip(rollout, found, strict=True):
+    advantages = process_advantages(rewards, ends, length, **options)
+    for c, advantage in zip(rollout, advantages, strict=True):
         c.advantage = advantage.new_zeros(len(c.ids)) if math.isnan(c.reward) else advantage[: len(c.ids)].clone()
 
 
@@ -158,15 +158,15 @@ def assign_weights(rollout: Sequence[Completion], arguments: TrainArguments, dev
 
 def loss_inputs(rows: Sequence[Completion], device: Any) -> dict[str, Any]:
     """What the loss needs beside `model_inputs`."""
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for name, source in (
         ("advantages", "advantage"), ("old_logps", "old_logps"), ("ref_logps", "ref_logps"), ("rollout_logps", "logps"),
         ("rollout_weights", "weight"),
     ):  # fmt: skip
         values = [getattr(c, source) for c in rows]
         if all(v is not None for v in values):
-            found[name] = _joined(values, device)
-    return found
+            inputs[name] = _joined(values, device)
+    return inputs
 
 
 def _joined(rows: Sequence[Tensor], device: Any) -> Tensor:

@@ -88,9 +88,9 @@ class Decoder:
         positions = position_ids(self.parts, self.mask)
         if positions is not None:
             options["position_ids"] = positions[:, -ids.shape[1] :]
-        found = self.lm(input_ids=ids, attention_mask=mask, use_cache=self.cached, **options)
-        self.cache = cache_of(found) if self.cached else None
-        return found.logits[:, -1].float()
+        output = self.lm(input_ids=ids, attention_mask=mask, use_cache=self.cached, **options)
+        self.cache = cache_of(output) if self.cached else None
+        return output.logits[:, -1].float()
 
 
 # --- by CUDA graphs ---------------------------------------------------------------------------------------------------
@@ -168,12 +168,12 @@ class StaticDecoder(Decoder):
         for layer in self.cache.layers:
             if type(layer) not in PLAIN_LAYERS:
                 raise TypeError(f"its cache has a {type(layer).__name__}")
-        found = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values)]
+        keys_and_values = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values)]
         cells, addresses = width + self.new_tokens, [t.data_ptr() for t in (*self.lm.parameters(), *self.lm.buffers())]
         if count > len(self.visible) or cells > self.visible.shape[1] or addresses != self.addresses:
             self._drop()
             try:
-                self._reserve(max(count, self.rows), -(-cells // CELLS) * CELLS, found)
+                self._reserve(max(count, self.rows), -(-cells // CELLS) * CELLS, keys_and_values)
             except torch.OutOfMemoryError:
                 print("sampling goes on without CUDA graphs: no memory is left for their cache", file=sys.stderr)
                 self._drop()
@@ -185,7 +185,7 @@ class StaticDecoder(Decoder):
         self.positions[:count] = positions[rows, -1:]
         self.visible.fill_(1)
         self.visible[:count, :width] = self.mask[rows]
-        for stored, prompt in zip(self.stored, found, strict=True):
+        for stored, prompt in zip(self.stored, keys_and_values, strict=True):
             stored[:count, :, width - prompt.shape[2] : width] = prompt[rows]  # of a sliding window the last tokens
         self.is_filled, self.cache = True, None
 
@@ -322,17 +322,17 @@ def choose_decoder(policy: nn.Module, ranks: Ranks, arguments: TrainArguments) -
         decoders.insert(0, ("", StaticDecoder(lm, rows=rows, new_tokens=new_tokens)))
     for missing, decoder in decoders:
         wrapped.decoder = decoder
-        found = max(ranks.gather([infer(policy, "decoding_error")]))
-        if math.isnan(found.error):
+        decoding = max(ranks.gather([infer(policy, "decoding_error")]))
+        if math.isnan(decoding.error):
             raise ValueError(f"{name}: the log-probabilities of its tokens are NaN; expected weights that are finite")
-        if found.error <= 1:
+        if decoding.error <= 1:
             if reason and ranks.index == 0:
                 print(f"{name} is sampled without {missing} ({reason})", file=sys.stderr)
             decoder.release()
             return
-        reason = found.reason or f"which would lose {found.nats:.2g} nats of a token"
+        reason = decoding.reason or f"which would lose {decoding.nats:.2g} nats of a token"
     raise ValueError(
-        f"{name}: in a batch that is padded on the left, its log-probabilities differ by {found.nats:.2g} nats "
+        f"{name}: in a batch that is padded on the left, its log-probabilities differ by {decoding.nats:.2g} nats "
         "from those of each row alone; expected a causal model whose attention_mask hides padding"
     )
 
@@ -353,7 +353,7 @@ def decoding_error(decode: Decoder) -> Decoding:
     twice = torch.arange(len(prompts)).repeat_interleave(2)
     more = torch.randint(size, (len(twice), STEPS), generator=random)
     whole = [prompts[i] + tokens for i, tokens in zip(twice.tolist(), more.tolist(), strict=True)]
-    own, first = _own_logps(lm, whole), torch.tensor(PROMPT_LENGTHS)[twice] - 1
+    expected, first = _own_logps(lm, whole), torch.tensor(PROMPT_LENGTHS)[twice] - 1
     with perturbed([lm.get_input_embeddings()], lm, random):
         rounded = _own_logps(lm, whole)
     rows, errors = torch.arange(len(twice)), []
@@ -364,8 +364,8 @@ def decoding_error(decode: Decoder) -> Decoding:
         logits = decode.select(logits, twice.to(device))
         for step in range(STEPS + 1):
             at = rows.to(device), (first[rows] + step).to(device)
-            found = _errors(_logps(logits), own[at])
-            errors.append(torch.stack([*found, _errors(rounded[at], own[at])[0]]))
+            differences = _errors(_logps(logits), expected[at])
+            errors.append(torch.stack([*differences, _errors(rounded[at], expected[at])[0]]))
             if step == 1:  # a part of the rows, in another order
                 kept = torch.tensor([4, 1, 2])
                 rows = rows[kept]

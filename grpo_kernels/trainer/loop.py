@@ -124,12 +124,12 @@ class Trainer:
         num_groups = a.rows_per_rollout(self.ranks.count) // a.num_generations
         chosen = take(len(prompts), p.cursor, num_groups, a.seed)
         groups = [(i, prompts[index]) for i, index in enumerate(chosen) for _ in range(a.num_generations)]
-        own = self.ranks.share(groups)
-        ids = [prompt.ids for _, prompt in own]
+        local = self.ranks.share(groups)
+        ids = [prompt.ids for _, prompt in local]
         sampled = self.sampler.sample(ids, stream=f"{a.seed} {p.rollout_index}", step=p.step)
         completions = [
             Completion(i, prompt.prompt, prompt.ids, prompt.columns, *s[:2], logps=s.logps, kept=s.kept)
-            for (i, prompt), s in zip(own, sampled, strict=True)
+            for (i, prompt), s in zip(local, sampled, strict=True)
         ]
         self._score(completions)
         p.cursor += num_groups  # which stays where it is if sampling is cut short
@@ -167,14 +167,16 @@ class Trainer:
         """Raise RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
         server) will not come. A single rollout may be a prompt that no completion is scored for. fatal: by rank, the
         failure of a function for all of its completions."""
-        found = {rank: failure for rank, failure in enumerate(fatal) if failure is not None}
-        again, self.ranks_without_rewards = found.keys() & self.ranks_without_rewards, set(found)
-        for rank in sorted(again) or found:
+        failures = {rank: failure for rank, failure in enumerate(fatal) if failure is not None}
+        again, self.ranks_without_rewards = failures.keys() & self.ranks_without_rewards, set(failures)
+        for rank in sorted(again) or failures:
             where = f"for every completion of step {self.progress.step + 1}"
-            if len(found) < len(fatal):
+            if len(failures) < len(fatal):
                 where += f" on rank {rank} of {len(fatal)}{', as in the rollout before' if again else ''}"
-            sentence = f"the reward {found[rank].name} failed {where}; its own traceback:\n{found[rank].traceback}"
-            if again or len(found) == len(fatal):
+            sentence = (
+                f"the reward {failures[rank].name} failed {where}; its own traceback:\n{failures[rank].traceback}"
+            )
+            if again or len(failures) == len(fatal):
                 raise RunError(sentence)
             self.run.log.say(sentence)
 
@@ -200,12 +202,12 @@ class Trainer:
     def _set_logps(self, rollout: list[Completion], name: str) -> None:
         options = self.arguments.scoring_options()
         for rows in groups_of(rollout, self.rows_per_step):
-            found = []
+            local_logps = []
             for part in self._passes(rows):
                 inputs = model_inputs(part, self.arguments, self.pad_id, self.run.accelerator.device)
                 logps = infer(self.policy, "logps", **inputs, **options).float().cpu()
-                found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
-            for c, values in zip(rows, self.ranks.gather(found), strict=True):
+                local_logps += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
+            for c, values in zip(rows, self.ranks.gather(local_logps), strict=True):
                 setattr(c, name, values)
 
     def _passes(self, rows: list[Completion]) -> list[list[Completion]]:
@@ -305,20 +307,24 @@ class Trainer:
         if not due or p.evaluated_at == p.step or not run.held_out or run.rewards is None:
             return
         run.log.phase("evaluation")
-        found = evaluate(
+        evaluation = evaluate(
             partial(self.sampler.for_evaluation, step=p.step), run.held_out,
             run.rewards, num_samples=a.eval_num_samples, step=p.step, correct_at=a.correct_at,
         )  # fmt: skip
         p.evaluated_at = p.step
         if a.correct_at is None and not p.pass_at_1 and any(x is not None for x in p.held_out_reward.values()):
             for name in ACCURACIES:  # earlier rewards were no verdicts, so that 0 or 1 throughout is none now
-                found.pop(name, None)
-        shown = {"reward": found["reward"], "pass@1": found.get("pass_at_1"), "greedy": found.get("greedy")}
+                evaluation.pop(name, None)
+        shown = {
+            "reward": evaluation["reward"],
+            "pass@1": evaluation.get("pass_at_1"),
+            "greedy": evaluation.get("greedy"),
+        }
         when = "before" if p.step == 0 else "after"
         p.held_out_reward = {**p.held_out_reward, when: shown["reward"]}
         # Rewards that were all 0 at first have said nothing, where later ones do not say what is correct.
         p.pass_at_1 = {} if shown["pass@1"] is None else {**p.pass_at_1, when: shown["pass@1"]}
-        run.log.record({"step": p.step, "evaluation": found})
+        run.log.record({"step": p.step, "evaluation": evaluation})
         if run.accelerator.is_main_process:
             write_report(run.folder)
         known = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value is not None)

@@ -76,11 +76,11 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any, *, left: boo
 def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
     """A task of the policy without gradients. FSDP2 keeps the last parameters whole after it, which would hide later
     changes."""
-    found = policy(task, **inputs)
+    result = policy(task, **inputs)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return found
+    return result
 
 
 @dataclass
@@ -109,18 +109,18 @@ class Sampler:
         if self.vllm is not None:
             return self.vllm.sample(wrapped.lm, prompts, self.arguments, greedy=greedy, step=step, ends=self.ends)
         self.policy.eval()
-        size, found = self.arguments.rows_per_rollout(1), []
+        size, sampled = self.arguments.rows_per_rollout(1), []
         for first in range(0, len(prompts), size):
             self.progress(first, len(prompts))
             with self.signals.at_once():
-                found += infer(
+                sampled += infer(
                     self.policy, "sample", prompts=prompts[first : first + size], arguments=self.arguments,
                     greedy=greedy, ends=self.ends, pad_id=self.tokenizer.pad_token_id,
                     synced=isinstance(self.policy, FSDPModule),
                 )  # fmt: skip
             self.signals.check()
         wrapped.decoder.make_room()
-        return found
+        return sampled
 
     def text(self, prompt: Any, ids: Sequence[int]) -> Any:
         """A completion as reward functions get it."""
@@ -131,6 +131,6 @@ class Sampler:
     ) -> list[tuple[list[int], str]]:
         """Ids and texts for all prompts: all ranks sample a share, and get all."""
         size = -(-len(prompts) // self.ranks.count) * self.ranks.count
-        own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
-        found = self.sample(own, stream=f"evaluation {seed}", greedy=greedy, step=step)
-        return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
+        local = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
+        sampled = self.sample(local, stream=f"evaluation {seed}", greedy=greedy, step=step)
+        return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in sampled])[: len(prompts)]]

@@ -25,14 +25,14 @@ def eos_ids(lm: Any, tokenizer: Any) -> list[int]:
 
     Raises ValueError for one that the model has no embedding for.
     """
-    config, found = lm.generation_config, set[int]()
-    size, of_model = lm.get_input_embeddings().weight.shape[0], config and config.eos_token_id
-    for name, ids in (("generation_config of the model", of_model), ("tokenizer", tokenizer.eos_token_id)):
+    config, ends = lm.generation_config, set[int]()
+    size, model_ids = lm.get_input_embeddings().weight.shape[0], config and config.eos_token_id
+    for name, ids in (("generation_config of the model", model_ids), ("tokenizer", tokenizer.eos_token_id)):
         for id in ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]:
             if not (isinstance(id, int) and 0 <= id < size):
                 raise ValueError(f"eos_token_id of the {name} is {id!r}; expected an id from 0 to {size - 1}")
-            found.add(id)
-    return sorted(found)
+            ends.add(id)
+    return sorted(ends)
 
 
 @torch.no_grad()
@@ -96,9 +96,9 @@ def generate(
 def _on_any_rank(flag: bool, synced: bool, device: Any) -> bool:
     if not synced:
         return flag
-    found = torch.tensor(flag, device=device, dtype=torch.int32)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return bool(found)
+    flags = torch.tensor(flag, device=device, dtype=torch.int32)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+    return bool(flags)
 
 
 def draw(scores: Any, arguments: TrainArguments, greedy: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -54,12 +54,17 @@ class VLLM:
         overrides: dict[str, Any] = {"head_dtype": "float32"}  # of logits, as the loss has them
         if self._unties:  # else vLLM takes the embedding for the head, as the configuration of the model has it
             overrides["tie_word_embeddings"] = False
-        own = further.get("hf_overrides", {})
-        if not isinstance(own, dict):
-            raise TypeError(f"vllm_kwargs: hf_overrides is a {type(own).__name__}; expected a dict")
-        if twice := settings.keys() & further.keys() | overrides.keys() & own.keys():
+        hf_overrides = further.get("hf_overrides", {})
+        if not isinstance(hf_overrides, dict):
+            raise TypeError(f"vllm_kwargs: hf_overrides is a {type(hf_overrides).__name__}; expected a dict")
+        if twice := settings.keys() & further.keys() | overrides.keys() & hf_overrides.keys():
             raise ValueError(f"vllm_kwargs={a.vllm_kwargs}: the trainer sets {', '.join(sorted(twice))} itself")
-        settings |= {"gpu_memory_utilization": 0.3, "max_model_len": length, **further, "hf_overrides": own | overrides}
+        settings |= {
+            "gpu_memory_utilization": 0.3,
+            "max_model_len": length,
+            **further,
+            "hf_overrides": hf_overrides | overrides,
+        }
         types = [name for name in ("quantization", "kv_cache_dtype") if name in further]
         self.other_types = [f"{name}={further[name]!r}" for name in types]
         with self._reasons():
@@ -83,8 +88,8 @@ class VLLM:
         try:
             yield
         except Exception as error:  # of any type
-            given = [name for name in ("vllm_kwargs", "top_p", "top_k", "min_p") if self._arguments.is_given(name)]
-            words = [f"{name}={getattr(self._arguments, name)!r}" for name in given]
+            options = [name for name in ("vllm_kwargs", "top_p", "top_k", "min_p") if self._arguments.is_given(name)]
+            words = [f"{name}={getattr(self._arguments, name)!r}" for name in options]
             if self._unties:  # because of an adapter, which is no option of vLLM
                 words.append("tie_word_embeddings=False")
             # pydantic's hold the reason among the values of all fields
@@ -144,8 +149,8 @@ class VLLM:
 def head_is_embedding(lm: Any) -> bool:
     """Whether lm_head and embedding have the same parameters, those of adapters included."""
     ends = lm.get_input_embeddings(), lm.get_output_embeddings()
-    found = [{p for name, p in end.named_parameters() if name != "bias"} for end in ends]
-    return bool(found[0] == found[1])
+    parameters = [{p for name, p in end.named_parameters() if name != "bias"} for end in ends]
+    return bool(parameters[0] == parameters[1])
 
 
 @torch.no_grad()
@@ -187,12 +192,12 @@ def _parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nn.Paramet
 
 def _matrices(layer: Any, adapter: str) -> list[nn.Parameter]:
     """LoRA's two matrices in a layer; none of another adapter."""
-    found = []
+    weights = []
     for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
         matrices = getattr(layer, name, {})
         if adapter in matrices:
-            found.append(matrices[adapter] if "embedding" in name else matrices[adapter].weight)
-    return found
+            weights.append(matrices[adapter] if "embedding" in name else matrices[adapter].weight)
+    return weights
 
 
 def check_adapter(lm: Any) -> None:

@@ -104,8 +104,8 @@ def exact_answer(
     scores = []
     for text, right in zip(_said(completions, prompts, opens), answer, strict=True):
         tagged = reading.tagged(text)
-        found = text if not tagged else tagged[0] if len(tagged) == 1 else ""
-        scores.append(float(found.strip() == reading.normalize(text_of_gold(right))))
+        stated = text if not tagged else tagged[0] if len(tagged) == 1 else ""
+        scores.append(float(stated.strip() == reading.normalize(text_of_gold(right))))
     return scores
 
 
@@ -113,8 +113,8 @@ def math_answer(
     completions: Sequence[Any], answer: Sequence[Any], prompts: Prompts = None, opens: bool = False, **_: Any
 ) -> list[float]:
     """1 if the completion's final answer is that of the column `answer`, see `reading.final_answer`."""
-    found = map(reading.final_answer, _said(completions, prompts, opens))
-    pairs = zip(found, map(gold_answer, answer), strict=True)
+    answers = map(reading.final_answer, _said(completions, prompts, opens))
+    pairs = zip(answers, map(gold_answer, answer), strict=True)
     return [float(one is not None and reading.is_same(gold, one)) for one, gold in pairs]
 
 
