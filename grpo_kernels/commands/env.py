@@ -93,13 +93,13 @@ def _versions(module: Any) -> dict[str, str | None]:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """Returns the name of the CPU."""
     names = re.findall(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver, None without one."""
+    """Returns the version of NVIDIA's driver, None without one."""
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", read_text("/proc/driver/nvidia/version"))
     return match and match[1]
 

@@ -526,8 +526,8 @@ class _FusedLogProbs:
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
         softcap: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = ("log_probs",),
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """hidden (N, H), targets (N,): (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None
-        for what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
+        """Returns, of hidden (N, H) and targets (N,), (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1),
+        each (N,), None for what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
         options: dict[str, Any] = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
         logps, entropy = fused_logps(
             hidden, weight, targets, lm_head_bias=bias, entropy="entropy" in outputs, **_head_options, **options,

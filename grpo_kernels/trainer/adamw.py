@@ -24,7 +24,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """closure: None, as everybody calls it here."""
+        """Makes a step. closure: None, as everybody calls it here."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p) for p in trained]
@@ -49,7 +49,7 @@ class MasterAdamW(torch.optim.AdamW):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, to the bit: torch casts a state to the type of its parameter."""
+        """Loads what `state_dict` gave, to the bit: torch casts a state to the type of its parameter."""
         super().load_state_dict(state_dict)
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -60,12 +60,12 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def is_low(p: Tensor) -> bool:
-    """Whether a parameter has fewer bits than float32."""
+    """Says whether a parameter has fewer bits than float32."""
     return p.is_floating_point() and p.dtype.itemsize < torch.float32.itemsize
 
 
 def check_state_of(optimizer: Any) -> None:
-    """Raise ValueError where a state that was loaded is not one of its parameters."""
+    """Raises ValueError where a state that was loaded is not one of its parameters."""
     for p, state in optimizer.state.items():
         expected = {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if is_low(p) else set())
         if state.keys() != expected or any(x.shape != p.shape for name, x in state.items() if name != "step"):
@@ -74,7 +74,7 @@ def check_state_of(optimizer: Any) -> None:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], a: TrainArguments) -> torch.optim.AdamW:
-    """AdamW of the parameters that are trained, torch's own where all are of float32."""
+    """Returns AdamW of the parameters that are trained, torch's own where all are of float32."""
     trained = [p for p in parameters if p.requires_grad]
     options: dict[str, Any] = {"weight_decay": 0.0} | (a.optim_args or {})
     if not options.keys() <= set(ADAMW):

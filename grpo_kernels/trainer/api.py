@@ -36,7 +36,7 @@ def train(
     *,
     processing_class: Any = None,
 ) -> dict[str, Any]:
-    """A GRPO run, as `grpo-kernels train` makes it.
+    """Makes a GRPO run, as `grpo-kernels train` does.
 
     Args:
         model: a folder or a name of transformers, or a model, which is trained where it is, without dropout. Of a

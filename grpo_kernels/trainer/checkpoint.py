@@ -66,7 +66,8 @@ class Progress:
 
 
 def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | None:
-    """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
+    """Returns the checkpoint to go on from, if any. Raises where the folder holds a run that these options do not
+    continue."""
     requested, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
     checkpoint = find_checkpoint(folder, requested)
     continues = requested is not None and os.path.lexists(saved)
@@ -87,7 +88,7 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Folders checkpoint-N, the newest first."""
+    """Returns the folders checkpoint-N, the newest first."""
     folders = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
     return sorted(folders, key=_step_of, reverse=True)
 
@@ -97,8 +98,8 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def prune(output: Path, limit: int | None, step: int) -> None:
-    """Keep `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one. Of a
-    link to another place the link goes."""
+    """Keeps `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one. Of
+    a link to another place the link goes."""
     written = [folder for folder in checkpoints(output) if _step_of(folder) <= step]
     for folder in written[limit or sys.maxsize :]:
         discard(folder)
@@ -127,7 +128,8 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def find_checkpoint(output: Path, requested: str | None) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names; None where there is none. 'auto': the newest sound one.
+    """Returns the checkpoint that `resume_from_checkpoint` names; None where there is none. 'auto': the newest sound
+    one.
 
     Damaged ones are skipped with a warning. Raises RunError for a named one that is not sound.
     """
@@ -143,7 +145,7 @@ def find_checkpoint(output: Path, requested: str | None) -> Path | None:
 
 
 def _problem(folder: Path) -> str | None:
-    """Why a folder is no sound checkpoint of this trainer, or None."""
+    """Says why a folder is no sound checkpoint of this trainer; None where it is one."""
     if not folder.is_dir():
         return "there is no such folder"
     if not os.path.lexists(folder / CHECKSUMS):
@@ -170,13 +172,14 @@ def _problem(folder: Path) -> str | None:
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The Euclidean norm of all floating-point tensors: NaN or infinite where one of their numbers is, or is far beyond
-    what a model computes with (1e19). Of tensors that FSDP2 shards it is a collective operation."""
+    """Returns the Euclidean norm of all floating-point tensors: NaN or infinite where one of their numbers is, or is
+    far beyond what a model computes with (1e19). Of tensors that FSDP2 shards it is a collective operation."""
     return float(whole(get_total_norm([x for x in tensors if x.is_floating_point() and x.numel()])))
 
 
 def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any], Progress]:
-    """What STATE of a checkpoint holds: optimizer, scheduler, reference policy, and progress with the rollout in use.
+    """Returns what STATE of a checkpoint holds: optimizer, scheduler, reference policy, and progress with the rollout
+    in use.
 
     Raises RunError where it is not as `Run.save` writes it, whatever its checksum.
     """
@@ -195,7 +198,7 @@ def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any]
 
 
 def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
-    """Raise RunError where the options of a run, saved in the file `path`, differ from these."""
+    """Raises RunError where the options of a run, saved in the file `path`, differ from these."""
     config = to_json(a, num_processes)
     try:
         saved = dict(json.loads(read_file(path)))
@@ -219,8 +222,8 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
 
 
 def fingerprint_of_weights(lm: Any) -> str:
-    """A hash of the parameters that are not trained: of their names, types and shapes, and of the sums of the bits of
-    their rows, which are exact in any order, and read as fast as memory is."""
+    """Returns a hash of the parameters that are not trained: of their names, types and shapes, and of the sums of the
+    bits of their rows, which are exact in any order, and read as fast as memory is."""
     digest = hashlib.sha256()
     for name, tensor in lm.named_parameters():
         if not tensor.requires_grad:
@@ -232,7 +235,7 @@ def fingerprint_of_weights(lm: Any) -> str:
 
 
 def check_state(checkpoint: Path, a: TrainArguments, inputs: dict[str, str]) -> None:
-    """Raise RunError where a run of the same options cannot go on from the state in a checkpoint. inputs: fingerprints
+    """Raises RunError where a run of the same options cannot go on from the state in a checkpoint. inputs: fingerprints
     of what it does not hold, by the options that name it."""
     state, progress = read_checkpoint(checkpoint, mmap=True)
     for option, now in inputs.items():

@@ -23,8 +23,8 @@ from .tasks import ARITHMETIC_MODEL
 
 
 def train(argv: Sequence[str], command: str = "train", preset: Sequence[str] = ()) -> int:
-    """A run; the exit status is 0, 2 for bad input, 1 for a run that cannot go on (rewards that fail, a full disk),
-    128 + the signal that ended the run."""
+    """Makes a run; returns the exit status: 0, 2 for bad input, 1 for a run that cannot go on (rewards that fail, a
+    full disk), 128 + the signal that ended the run."""
 
     def failed(error: object, status: int) -> int:
         print(f"grpo-kernels {command}: {error}", file=sys.stderr)
@@ -53,8 +53,8 @@ def train(argv: Sequence[str], command: str = "train", preset: Sequence[str] = (
 
 
 def demo(argv: Sequence[str]) -> int:
-    """A run of `train` with options for the arithmetic model or a chat model, into grpo-demo. One that was interrupted
-    goes on."""
+    """Makes a run of `train` with options for the arithmetic model or a chat model, into grpo-demo. One that was
+    interrupted goes on."""
     options, _ = make_parser("demo").parse_known_args(argv)
     preset = [f"--output-dir={DEMO['output_dir']}", "--resume-from-checkpoint=auto"]
     try:
@@ -72,7 +72,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demo": demo, "train": tr
 
 
 def dry_run(arguments: TrainArguments) -> int:
-    """Set up, make one optimizer step, say what it took, and leave nothing behind. Bad input raises ValueError."""
+    """Sets up, makes one optimizer step, says what it took, and leaves nothing behind. Bad input raises ValueError."""
     ranks = Ranks(use_cpu=arguments.use_cpu)
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(ranks.gather([folder])[0], "run"))

@@ -51,11 +51,11 @@ class Decoder:
         self.release()
 
     def release(self) -> None:
-        """Free all memory."""
+        """Frees all memory."""
         self.ids = self.mask = self.cache = None
 
     def make_room(self) -> None:
-        """Free what the updates after a rollout may need."""
+        """Frees what the updates after a rollout may need."""
         self.release()
 
     def start(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Decoder:
         return self._call()
 
     def select(self, values: Tensor, rows: Tensor) -> Tensor:
-        """values[rows]; these rows, some of them several times, are the batch from now on."""
+        """Returns values[rows]; these rows, some of them several times, are the batch from now on."""
         self.ids, self.mask = self.ids[rows], self.mask[rows]
         if self.cache is not None:
             self.cache.reorder_cache(rows)
@@ -126,7 +126,7 @@ class StaticDecoder(Decoder):
         self.graph_bytes = 0
 
     def make_room(self) -> None:
-        """Keep cache and graphs where they are a small part of the memory; they are made again otherwise."""
+        """Keeps cache and graphs where they are a small part of the memory; they are made again otherwise."""
         super().release()
         held = sum(tensor.nbytes for tensor in self.stored) + self.graph_bytes
         if held:
@@ -161,7 +161,7 @@ class StaticDecoder(Decoder):
         return self.steps[size]()[:count]
 
     def _fill(self, rows: Tensor) -> None:
-        """Give each row what its prompt, rows[k], has left, if there is memory for it."""
+        """Gives each row what its prompt, rows[k], has left, if there is memory for it."""
         positions, count, width = position_ids(self.parts, self.mask), len(rows), self.mask.shape[1]
         if positions is None:
             raise TypeError("it counts positions in its own way")
@@ -195,7 +195,7 @@ class StaticDecoder(Decoder):
         self.visible, self.at = self.mask.new_ones(rows, cells), self.mask.new_zeros(1)
 
     def _step(self, size: int) -> Callable[[], Tensor]:
-        """A call of the model for the first `size` rows, which returns logits (size, V)."""
+        """Calls the model for the first `size` rows, and returns logits (size, V)."""
         pairs = zip(self.stored[::2], self.stored[1::2], strict=True)
         layers: list[Any] = [_Layer(keys[:size], values[:size], self.at) for keys, values in pairs]
         inputs: dict[str, Any] = {
@@ -249,7 +249,7 @@ class StaticDecoder(Decoder):
 
 @contextmanager
 def _waits_are_errors() -> Iterator[None]:
-    """Within it a call that waits for the GPU raises RuntimeError, but for torch.cuda.synchronize()."""
+    """Lets a call within it that waits for the GPU raise RuntimeError, but for torch.cuda.synchronize()."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -261,8 +261,8 @@ def _waits_are_errors() -> Iterator[None]:
 
 
 def _end_capture(pool: Any) -> None:
-    """Undo what torch leaves of a capture that broke: a generator that draws for none but graphs, and an allocator that
-    neither empties its cache nor retries."""
+    """Undoes what torch leaves of a capture that broke: a generator that draws for none but graphs, and an allocator
+    that neither empties its cache nor retries."""
     device = torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
@@ -287,7 +287,7 @@ class _Layer(StaticLayer):
 
 
 def _available(device: torch.device) -> int:
-    """Bytes that tensors could take on a GPU."""
+    """Returns the bytes that tensors could take on a GPU."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -307,7 +307,7 @@ class Decoding(NamedTuple):
 
 
 def choose_decoder(policy: nn.Module, ranks: Ranks, arguments: TrainArguments) -> None:
-    """Set the policy's decoder: the first that its model can be sampled with, on a GPU by CUDA graphs, else with the
+    """Sets the policy's decoder: the first that its model can be sampled with, on a GPU by CUDA graphs, else with the
     model's cache, else without one; every rank asks. What is not used is said, with the reason. Raises ValueError for a
     model that cannot be sampled in a padded batch at all."""
     policy.eval()
@@ -339,7 +339,7 @@ def choose_decoder(policy: nn.Module, ranks: Ranks, arguments: TrainArguments) -
 
 @torch.no_grad()
 def decoding_error(decode: Decoder) -> Decoding:
-    """Compare decoding, of a padded batch whose rows are selected, with a forward of whole rows without padding before
+    """Compares decoding, of a padded batch whose rows are selected, with a forward of whole rows without padding before
     them. Infinite where the model keeps no cache, or one that cannot be used so.
 
     An error counts by the probabilities of the model, relative to the spread of a token's log-probabilities. What
@@ -383,13 +383,15 @@ def decoding_error(decode: Decoder) -> Decoding:
 
 
 def _errors(logps: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Median over rows of the mean error of log-probabilities (B, V): relative to their spread, and in nats."""
+    """Returns the median over rows of the mean error of log-probabilities (B, V): relative to their spread, and in
+    nats."""
     nats = (expected.exp() * (logps - expected).abs()).sum(-1)
     return (nats / expected.std(-1)).median(), nats.median()
 
 
 def _own_logps(lm: Any, rows: Sequence[list[int]]) -> Tensor:
-    """Log-probabilities (B, longest, V) of rows that are padded on the right, which changes no token before it."""
+    """Returns log-probabilities (B, longest, V) of rows that are padded on the right, which changes no token before
+    it."""
     ids, mask = padded(rows, 0, lm.device, left=False)
     positions = position_ids(unwrap_causal_lm(lm), mask)
     options = {} if positions is None else {"position_ids": positions}
@@ -397,13 +399,13 @@ def _own_logps(lm: Any, rows: Sequence[list[int]]) -> Tensor:
 
 
 def _logps(logits: Tensor) -> Tensor:
-    """float32; bounded, so that ids which a model rules out do not count."""
+    """Returns log-probabilities in float32, bounded, so that ids which a model rules out do not count."""
     return logits.float().log_softmax(-1).clamp(min=-30)
 
 
 @contextmanager
 def perturbed(modules: Sequence[nn.Module], lm: Any, random: torch.Generator) -> Iterator[None]:
-    """Within it the outputs of modules of `lm` are changed by a unit of rounding, up or down; in float32 by one of
+    """Changes the outputs of modules of `lm`, within it, by a unit of rounding, up or down; in float32 by one of
     TF32."""
     kind = lm.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm.dtype

@@ -45,8 +45,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float:
-    """Whether the most frequent of the answers to a problem is correct; of several as frequent ones, the share that is.
-    None has no vote; of equal answers the first says whether they are correct."""
+    """Says whether the most frequent of the answers to a problem is correct; of several as frequent ones, the share
+    that is. None has no vote; of equal answers the first says whether they are correct."""
     winners = [correct[answers.index(answer)] for answer in multimode(a for a in answers if a is not None)]
     return fmean(winners) if winners else 0.0
 
@@ -85,7 +85,7 @@ def evaluate(
     """
 
     def score(prompts: Sequence[Prompt], greedy: bool) -> tuple[list[float], list[str], list[int]]:
-        """Total rewards, texts and lengths of one completion of each prompt."""
+        """Returns total rewards, texts and lengths of one completion of each prompt."""
         drawn = sample([prompt.ids for prompt in prompts], greedy=greedy, seed=seed)
         batch = rewards.score(
             prompts=[prompt.prompt for prompt in prompts],
@@ -159,7 +159,7 @@ READ = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """`grpo-kernels evaluate DIR|MODEL`: prints the table, and with --output writes it as JSON. Returns the exit
+    """Runs `grpo-kernels evaluate DIR|MODEL`: prints the table, and with --output writes it as JSON. Returns the exit
     status: 2, after one sentence, for a bad argument."""
     options = parser().parse_args(list(argv))
     try:

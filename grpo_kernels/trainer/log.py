@@ -53,7 +53,7 @@ class RunLog:
         self.bar = tqdm(total=arguments.max_steps, desc="GRPO", disable=hidden, dynamic_ncols=True)
 
     def start(self, step: int, sizes: dict[str, int]) -> None:
-        """Begin, or go on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off.
+        """Begins, or goes on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off.
         What a loss of power has damaged is left out, with a warning."""
         for name, path in self.paths.items():
             append(path, "")
@@ -72,24 +72,24 @@ class RunLog:
         self.bar.refresh()
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files, which are on the disk then: a checkpoint counts on them."""
+        """Returns the bytes of the files, which are on the disk then: a checkpoint counts on them."""
         for path in self.paths.values():
             sync(path)
         return {name: path.stat().st_size for name, path in self.paths.items()}
 
     def phase(self, name: str) -> None:
-        """What takes the time now, beside the progress bar."""
+        """Shows what takes the time now, beside the progress bar."""
         self.phase_name = name
         self.bar.set_description(f"GRPO, {name}")
 
     def part(self, done: int, total: int) -> None:
-        """How far the phase is: where there is no progress bar, a line after half a minute without one."""
+        """Shows how far the phase is: where there is no progress bar, a line after half a minute without one."""
         self.bar.set_description(f"GRPO, {self.phase_name} {done:,}/{total:,}")
         if self.bar.disable and time.monotonic() - self.said > QUIET_S:
             self.say(f"{self.phase_name}: {done:,} of {total:,}")
 
     def record(self, record: dict[str, Any]) -> None:
-        """One optimizer step, or one evaluation."""
+        """Writes one optimizer step, or one evaluation."""
         record = plain(record)
         alarms = self.monitor.update(record)
         if alarms:
@@ -109,7 +109,7 @@ class RunLog:
                 self.say(f"step {record['step']} of {self.bar.total}: {words}, {record['seconds']:.0f} s")
 
     def sample(self, sample: dict[str, Any]) -> None:
-        """One completion; values of `log_extra` that cannot be written, or read again, are left out, by name."""
+        """Writes one completion; values of `log_extra` that cannot be written, or read again, are left out, by name."""
         try:
             text = json.dumps(plain(sample))
         except (ValueError, TypeError, RecursionError):
@@ -120,7 +120,7 @@ class RunLog:
         self._append(SAMPLES, text)
 
     def say(self, text: str) -> None:
-        """A line above the progress bar."""
+        """Prints a line above the progress bar."""
         self.said = time.monotonic()
         if self.writes:
             tqdm.write(text, file=sys.stderr)
@@ -134,8 +134,8 @@ class RunLog:
 
 
 def pass_numbers(out: Any, inputs: dict[str, Any]) -> dict[str, float]:
-    """Sums and extremes, nats, of a forward and backward pass: of the loss's result `out` and its arguments. All are
-    read from the device at once."""
+    """Returns sums and extremes, nats, of a forward and backward pass: of the loss's result `out` and its arguments.
+    All are read from the device at once."""
     mask = inputs["completion_mask"]
     tensors = {"tokens": mask.sum(), "loss": out.loss.detach()}
     tensors |= {name: x for name, x in out.metrics.items() if name.endswith(EXTREMES)}
@@ -154,7 +154,7 @@ def pass_numbers(out: Any, inputs: dict[str, Any]) -> dict[str, float]:
 
 
 def step_record(passes: list[dict[str, float]], ranks: Ranks, *, first: bool) -> dict[str, float]:
-    """The numbers of an optimizer step from those of its passes on all ranks.
+    """Returns the numbers of an optimizer step from those of its passes on all ranks.
 
     first: this was the rollout's first step, before which the policy was the one that sampled.
     """
@@ -178,7 +178,8 @@ def step_record(passes: list[dict[str, float]], ranks: Ranks, *, first: bool) ->
 
 
 def _largest_difference(logps: Tensor, others: Tensor | None, mask: Tensor) -> Tensor:
-    """() of unmasked tokens, 0 without any; a log-probability that is not known counts as equal."""
+    """Returns the largest absolute difference () of unmasked tokens, 0 without any; a log-probability that is not known
+    counts as equal."""
     if others is None:
         return logps.new_zeros(())
     return (logps - others).masked_fill(~mask, 0.0).abs().nan_to_num(0.0).amax()

@@ -59,7 +59,7 @@ class Trainer:
         self.ranks_without_rewards: set[int] = set()  # in the last rollout
 
     def train(self) -> int:
-        """All steps that are left; returns the exit status."""
+        """Makes all steps that are left; returns the exit status."""
         p, a, run = self.progress, self.arguments, self.run
         run.log.start(p.step, p.log_sizes)
         run.log.say(
@@ -90,7 +90,7 @@ class Trainer:
                 return 128 + run.signals.received  # as shells have it: 130 after Ctrl-C
 
     def collect(self) -> None:
-        """Sample the next rollout, score it, and compute what its updates need."""
+        """Samples the next rollout, scores it, and computes what its updates need."""
         a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
         run.log.phase("sampling")
@@ -119,7 +119,7 @@ class Trainer:
         self._log_samples()
 
     def _sample(self) -> list[Completion]:
-        """num_generations scored completions of each of the next prompts, from all ranks."""
+        """Returns num_generations scored completions of each of the next prompts, from all ranks."""
         a, p, prompts = self.arguments, self.progress, self.run.prompts
         num_groups = a.rows_per_rollout(self.ranks.count) // a.num_generations
         chosen = take(len(prompts), p.cursor, num_groups, a.seed)
@@ -136,7 +136,7 @@ class Trainer:
         return self.ranks.gather(completions)
 
     def _score(self, rows: Sequence[Completion]) -> None:
-        """Set the rewards of this rank's completions."""
+        """Sets the rewards of this rank's completions."""
         begin, rewards = time.perf_counter(), self.run.rewards
         self.run.log.phase("rewards")
         if rewards is None:  # the loss is the divergence to a teacher
@@ -164,7 +164,7 @@ class Trainer:
         numbers["slowest_reward"] = max(seconds[0], key=seconds[0].get)
 
     def _check_rewards(self, fatal: Sequence[Failure | None]) -> None:
-        """Raise RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
+        """Raises RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
         server) will not come. A single rollout may be a prompt that no completion is scored for. fatal: by rank, the
         failure of a function for all of its completions."""
         failures = {rank: failure for rank, failure in enumerate(fatal) if failure is not None}
@@ -190,7 +190,7 @@ class Trainer:
             c.steps = batch.steps[index] or [0.0] * (len(c.step_ends) - 1) + [c.reward]
 
     def _score_under_policies(self, rollout: list[Completion]) -> None:
-        """Set old_logps and ref_logps, by the passes and in the shapes of the updates: equal weights, equal bits."""
+        """Sets old_logps and ref_logps, by the passes and in the shapes of the updates: equal weights, equal bits."""
         wants_old = self.arguments.steps_per_rollout > 1 or self.arguments.corrects
         self.policy.train(self.arguments.gradient_checkpointing)
         if wants_old:
@@ -225,7 +225,7 @@ class Trainer:
             })  # fmt: skip
 
     def update(self) -> None:
-        """One optimizer step on a part of the rollout."""
+        """Makes one optimizer step on a part of the rollout."""
         a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
         run.log.phase("updates")
@@ -282,12 +282,12 @@ class Trainer:
         return numbers
 
     def _clip(self) -> float:
-        """Scale gradients down to max_grad_norm; the norm before that."""
+        """Scales gradients down to max_grad_norm; returns the norm before that."""
         norm = self.run.accelerator.clip_grad_norm_(self.run.trained(), self.arguments.max_grad_norm or math.inf)
         return float(whole(norm))
 
     def _move_reference(self, kl: float | None, completions: int) -> None:
-        """Check that the KL starts at 0; adapt beta (arXiv:1909.08593, section 2.2); move the reference policy."""
+        """Checks that the KL starts at 0; adapts beta (arXiv:1909.08593, section 2.2); moves the reference policy."""
         a, p = self.arguments, self.progress
         if self.reference is None:
             return
@@ -301,7 +301,7 @@ class Trainer:
             self.reference.move(REFERENCE_SHARE)
 
     def evaluate(self) -> None:
-        """Score held-out completions before, after, and every eval_steps steps, but not again after a resume."""
+        """Scores held-out completions before, after, and every eval_steps steps, but not again after a resume."""
         a, p, run = self.arguments, self.progress, self.run
         due = p.step in (0, a.max_steps) or (a.eval_steps and p.step % a.eval_steps == 0)
         if not due or p.evaluated_at == p.step or not run.held_out or run.rewards is None:
@@ -331,7 +331,7 @@ class Trainer:
         run.log.say(f"step {p.step}: held-out {known or 'completions were not scored'}")
 
     def finish(self) -> None:
-        """The last checkpoint, the model, summary.json and the report."""
+        """Writes the last checkpoint, the model, summary.json and the report."""
         p, run = self.progress, self.run
         run.save(p)
         run.save_model(run.folder / "model")

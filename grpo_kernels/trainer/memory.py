@@ -46,7 +46,7 @@ def bytes_of(path: str, name: str) -> int | None:
 
 @contextmanager
 def advice_on_memory(phase: Callable[[], str]) -> Iterator[None]:
-    """Make RunError, with the options to lower, of an allocation that fails within it. phase: what was going on."""
+    """Makes RunError, with the options to lower, of an allocation that fails within it. phase: what was going on."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -34,7 +34,7 @@ class Differences(NamedTuple):
 
 
 def check_sampler(sampler: Sampler, prompts: Sequence[list[int]]) -> None:
-    """Compare the log-probabilities that the sampler gives to its own completions with the policy's.
+    """Compares the log-probabilities that the sampler gives to its own completions with the policy's.
 
     Raises ValueError where they differ by more than rounding; where the engine has other types than the policy that is
     said. Also raises for a policy that gives a row other log-probabilities beside a longer one. What rounding may do is
@@ -98,8 +98,8 @@ def _mean(logps: Sequence[Any], others: Sequence[Tensor]) -> float:
 
 
 def fix_rotary(lm: Any, length: int) -> None:
-    """Give rotary embeddings whose frequencies follow the longest row of a batch (dynamic NTK, longrope) those of
-    `length` tokens for good, and say so where these are not those of short rows.
+    """Gives rotary embeddings whose frequencies follow the longest row of a batch (dynamic NTK, longrope) those of
+    `length` tokens for good, and says so where these are not those of short rows.
 
     Otherwise a row's log-probabilities depend on the others, and keys in a cache are of other frequencies than later
     ones. vLLM fixes them too.

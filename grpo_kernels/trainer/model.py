@@ -63,7 +63,8 @@ def eager_logps(
     hidden: Tensor, weight: Tensor, completion_ids: Tensor, *, lm_head_bias: Tensor | None, logit_scale: float,
     logit_softcap: float | None, temperature: float, completion_mask: Tensor | None = None, entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probabilities and entropies (B, T), nats, from all logits at once: what `fused_logps` is compared with.
+    """Returns log-probabilities and entropies (B, T), nats, from all logits at once: what `fused_logps` is compared
+    with.
 
     entropy: whether entropies have a gradient. A mask changes nothing: masked positions are computed too.
     """
@@ -80,7 +81,8 @@ def eager_loss(
     hidden: Tensor, weight: Tensor, completion_ids: Tensor, *, completion_mask: Tensor, lm_head_bias: Tensor | None,
     logit_scale: float, logit_softcap: float | None, config: GRPOConfig, **options: Any,
 ) -> GRPOLossOutput:  # fmt: skip
-    """The loss from all logits, which autograd keeps for the backward: what `fused_grpo_loss` is compared with."""
+    """Returns the loss from all logits, which autograd keeps for the backward: what `fused_grpo_loss` is compared
+    with."""
     logps, entropy = eager_logps(
         hidden, weight, completion_ids, lm_head_bias=lm_head_bias, logit_scale=logit_scale,
         logit_softcap=logit_softcap, temperature=float(config.temperature), entropy=config.has_entropy_bonus,
@@ -92,7 +94,7 @@ def eager_loss(
 
 
 def load_tokenizer(path: str, arguments: TrainArguments, processing_class: Any = None) -> Any:
-    """The tokenizer of `path`, or of its base where that is an adapter without one, unless one is given."""
+    """Returns the tokenizer of `path`, or of its base where that is an adapter without one, unless one is given."""
     if processing_class is None and not path:
         raise ValueError("processing_class is missing: the model names no place with a tokenizer")
     tokenizer = processing_class
@@ -113,7 +115,8 @@ def _load_tokenizer(path: str, a: TrainArguments, *, name: str) -> Any:
 
 
 def base_of(path: str, *, name: str = "model_name_or_path") -> str | None:
-    """The model that an adapter belongs to, by a folder or a name on the hub; None for a model without an adapter.
+    """Returns the model that an adapter belongs to, by a folder or a name on the hub; None for a model without an
+    adapter.
 
     A folder is absolute: the files of a run name it, to be found from any directory.
     """
@@ -133,8 +136,8 @@ def _absolute(path: str) -> str:
 
 
 def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, model: Any = None) -> Any:
-    """The model to train: the given one, that of `path` or, where there is one, of a checkpoint: under --use-peft its
-    adapter alone. An adapter, as `path` or given, is trained on."""
+    """Returns the model to train: the given one, that of `path` or, where there is one, of a checkpoint: under
+    --use-peft its adapter alone. An adapter, as `path` or given, is trained on."""
     a, base = arguments, None if model is not None else base_of(path)
     if base is not None and not a.use_peft:
         raise ValueError(
@@ -168,7 +171,7 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
 
 
 def load_frozen(path: str, arguments: TrainArguments, *, name: str = "model_name_or_path") -> Any:
-    """A model that is not trained, its adapter included."""
+    """Returns a model that is not trained, its adapter included."""
     base = base_of(path, name=name)
     lm = _load(path, base or path, arguments, name=name)
     if base is not None:
@@ -179,7 +182,7 @@ def load_frozen(path: str, arguments: TrainArguments, *, name: str = "model_name
 
 
 def save_model(lm: Any, folder: Path, state: dict[str, Tensor]) -> None:
-    """Write a model in transformers' format, or its active adapter in PEFT's, from whole tensors."""
+    """Writes a model in transformers' format, or its active adapter in PEFT's, from whole tensors."""
     if not is_peft_model(lm):
         lm.save_pretrained(folder, state_dict=state)
         return
@@ -215,7 +218,7 @@ def _from_pretrained(kind: Any, path: str, *source: Any, name: str = "model_name
 
 
 def is_peft_model(lm: Any) -> bool:
-    """Whether a model is PEFT's around another one. Nobody has one where peft is not imported."""
+    """Says whether a model is PEFT's around another one. Nobody has one where peft is not imported."""
     return "peft" in sys.modules and isinstance(lm, sys.modules["peft"].PeftModel)
 
 
@@ -242,7 +245,7 @@ def _with_adapter(lm: Any, a: TrainArguments) -> Any:
 
 
 def _check_adapter(lm: Any, a: TrainArguments, *, continues: bool) -> None:
-    """Raise ValueError where an adapter that is trained on makes options ineffective, or where something is trained
+    """Raises ValueError where an adapter that is trained on makes options ineffective, or where something is trained
     that its files, or vLLM, would not have."""
     from peft import get_peft_model_state_dict
 
@@ -262,7 +265,8 @@ def _check_adapter(lm: Any, a: TrainArguments, *, continues: bool) -> None:
 
 
 def _without_dropout(lm: nn.Module) -> None:
-    """With dropout the policy that is scored is not the policy that sampled: ratios are not 1 before the first step."""
+    """Switches dropout off. With it the policy that is scored is not the policy that sampled: ratios are not 1 before
+    the first step."""
     for module in lm.modules():
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
@@ -291,8 +295,8 @@ class TeacherModel:
 
     @torch.no_grad()
     def __call__(self, inputs: dict[str, Any], vocab_size: int) -> Teacher:
-        """For the completions of model_inputs; rows of its weight beyond `vocab_size`, which are padding, are left
-        out."""
+        """Returns the teacher for the completions of model_inputs; rows of its weight beyond `vocab_size`, which are
+        padding, are left out."""
 
         def head(
             hidden: Tensor, weight: Tensor, ids: Tensor, *, lm_head_bias: Tensor | None, **transform: Any
@@ -321,7 +325,7 @@ class ReferencePolicy:
     @contextmanager
     @torch.no_grad()
     def active(self) -> Iterator[None]:
-        """Within it the policy has the reference's parameters, exchanged one by one; no second model is held."""
+        """Gives the policy, within it, the reference's parameters, exchanged one by one; no second model is held."""
         self._exchange()
         try:
             yield
@@ -336,12 +340,12 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        """reference = (1 - share) * reference + share * policy."""
+        """Sets reference = (1 - share) * reference + share * policy."""
         for parameter, copy in self.pairs.values():
             copy.lerp_(parameter.detach(), share)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors on the CPU; under FSDP2 every rank has to call it."""
+        """Returns whole tensors on the CPU; under FSDP2 every rank has to call it."""
         return {name: whole(copy).cpu().contiguous() for name, (_, copy) in self.pairs.items()}
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ def records_of(text: bytes) -> tuple[dict[int, Record], str]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that float() takes, NaN and infinity among them."""
+    """Says whether it is a number that float() takes, NaN and infinity among them."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1e308
     return isinstance(value, float)
@@ -66,7 +66,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def _has_known_types(record: Any) -> bool:
-    """Whether its values are numbers or None, but for those of `_TYPES`."""
+    """Says whether its values are numbers or None, but for those of `_TYPES`."""
     return isinstance(record, dict) and all(
         _TYPES[name](value) if name in _TYPES else value is None or is_number(value) for name, value in record.items()
     )

@@ -76,7 +76,7 @@ CHARTS = [
 
 
 def run(argv: Sequence[str]) -> int:
-    """`grpo-kernels report DIR`; returns the exit status."""
+    """Runs `grpo-kernels report DIR`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="grpo-kernels report", description="Write DIR/report.html, a page on its own."
     )

@@ -61,7 +61,7 @@ class Completion:
 
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any, *, left: bool) -> tuple[Tensor, Tensor]:
-    """(ids, mask), (B, longest) int64, padded on one side. A tensor per row would take ten times as long."""
+    """Returns (ids, mask), (B, longest) int64, padded on one side. A tensor per row would take ten times as long."""
     longest = max(map(len, rows))
 
     def filled(row: Sequence[int], value: int) -> list[int]:
@@ -74,8 +74,8 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any, *, left: boo
 
 @torch.no_grad()
 def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
-    """A task of the policy without gradients. FSDP2 keeps the last parameters whole after it, which would hide later
-    changes."""
+    """Runs a task of the policy without gradients. FSDP2 keeps the last parameters whole after it, which would hide
+    later changes."""
     result = policy(task, **inputs)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -102,7 +102,7 @@ class Sampler:
     def sample(
         self, prompts: Sequence[list[int]], *, stream: str, greedy: bool = False, step: int = 0
     ) -> list[Sampled]:
-        """One completion per prompt. stream: what the random numbers are made from, beside the rank; step: the
+        """Returns one completion per prompt. stream: what the random numbers are made from, beside the rank; step: the
         optimizer step that the policy comes from."""
         set_seed(random.Random(f"{stream} {self.ranks.index}").getrandbits(32))
         wrapped: Any = getattr(self.policy, "module", self.policy)  # within DDP
@@ -123,13 +123,13 @@ class Sampler:
         return sampled
 
     def text(self, prompt: Any, ids: Sequence[int]) -> Any:
-        """A completion as reward functions get it."""
+        """Returns a completion as reward functions get it."""
         return reply(prompt, self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def for_evaluation(
         self, prompts: list[list[int]], *, greedy: bool, seed: int, step: int = 0
     ) -> list[tuple[list[int], str]]:
-        """Ids and texts for all prompts: all ranks sample a share, and get all."""
+        """Returns ids and texts for all prompts: all ranks sample a share, and get all."""
         size = -(-len(prompts) // self.ranks.count) * self.ranks.count
         local = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
         sampled = self.sample(local, stream=f"evaluation {seed}", greedy=greedy, step=step)

@@ -97,11 +97,11 @@ class Run:
     log: RunLog
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that steps change."""
+        """Returns the parameters that steps change."""
         return [p for p in self.policy.parameters() if p.requires_grad]
 
     def check_sound(self, step: int) -> None:
-        """Raise RunError where what is to be saved is not finite; every rank calls it, and all raise.
+        """Raises RunError where what is to be saved is not finite; every rank calls it, and all raise.
 
         NaN in the weights ends the step that leaves it, see `Trainer.update`; what is infinite in Adam's moments, or in
         logits of weights that are finite, shows in no later number of the run.
@@ -117,7 +117,7 @@ class Run:
         self.check_finite(f"after step {step}", numbers)
 
     def check_finite(self, where: str, numbers: dict[str, float]) -> None:
-        """Raise RunError, on all ranks, where a number is not finite."""
+        """Raises RunError, on all ranks, where a number is not finite."""
         wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
         with self.ranks.raise_on_all():
             if wrong:
@@ -125,25 +125,25 @@ class Run:
                 raise RunError(f"{words}; the run ends here, and its checkpoints are those of earlier steps")
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """Whole parameters; every rank has to ask."""
+        """Returns whole parameters; every rank has to ask."""
         state = self.accelerator.get_state_dict(self.policy)
         return {name.removeprefix("lm."): tensor for name, tensor in state.items()}
 
     def write_model(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
-        """Model and tokenizer in transformers' format."""
+        """Writes model and tokenizer in transformers' format."""
         save_model(self.bare_policy.lm, folder, state)
         self.tokenizer.save_pretrained(folder)
 
     def save_model(self, folder: Path) -> None:
-        """The model alone, atomically."""
+        """Writes the model alone, atomically."""
         state = self.model_state()
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 write_atomically(folder, lambda partial: self.write_model(partial, state))
 
     def save(self, progress: Progress) -> None:
-        """Write checkpoint-STEP, unless it would be of no use; every rank calls it, the first one writes, and all raise
-        where that fails."""
+        """Writes checkpoint-STEP, unless it would be of no use; every rank calls it, the first one writes, and all
+        raise where that fails."""
         self.log.phase("saving")
         self.check_sound(progress.step)
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -173,7 +173,7 @@ class Run:
                 prune(self.folder, self.arguments.save_total_limit, progress.step)
 
     def restore(self) -> Progress:
-        """The progress of `self.checkpoint`; its optimizer, scheduler and reference policy are loaded.
+        """Returns the progress of `self.checkpoint`, and loads its optimizer, scheduler and reference policy.
 
         The weights were read with the model. Raises RunError where they do not fit it.
         """
@@ -373,13 +373,13 @@ def try_to_save(lm: Any, tokenizer: Any, folder: Path, a: TrainArguments) -> Non
 
 
 def _environment() -> dict[str, Any]:
-    """What results may depend on beside the options."""
+    """Returns what results may depend on beside the options."""
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     return {**versions, "threads": torch.get_num_threads()}
 
 
 def load_data(a: TrainArguments, tokenizer: Any, lm: Any, objects: Given = NOTHING, *, held_out: bool) -> list[Prompt]:
-    """The prompts to train on, or those to evaluate on: none where the options name none."""
+    """Returns the prompts to train on, or those to evaluate on: none where the options name none."""
     name, split = a.dataset_name, a.dataset_train_split
     if held_out:
         name = a.held_out_name
@@ -406,7 +406,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, objects: Given = NOTHI
 
 
 def longest_row(a: TrainArguments, prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest prompt and completion, or what the user lets vLLM have."""
+    """Returns the tokens of the longest prompt and completion, or what the user lets vLLM have."""
     engine_length = (a.vllm_kwargs or {}).get("max_model_len")
     if isinstance(engine_length, int) and engine_length > 0:
         return engine_length
@@ -416,7 +416,7 @@ def longest_row(a: TrainArguments, prompts: Sequence[Prompt]) -> int:
 def make_rewards(
     a: TrainArguments, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[Prompt], objects: Given = NOTHING
 ) -> Rewards | None:
-    """The reward functions, which find the columns that they read; None where options name none."""
+    """Returns the reward functions, which find the columns that they read; None where options name none."""
     if not a.reward_funcs:
         return None
     # path/file.py:function by an absolute path: the import of another one may change the working directory.

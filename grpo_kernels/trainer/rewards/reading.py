@@ -132,18 +132,18 @@ def time_limit() -> int | None:
 
 
 def is_read(answer: str) -> bool:
-    """Whether math-verify reads an answer."""
+    """Says whether math-verify reads an answer."""
     return bool(_read(answer, time_limit()))
 
 
 def is_number(answer: str) -> bool:
-    """Whether an answer is a finite number."""
+    """Says whether an answer is a finite number."""
     values = _read(answer, time_limit())
     return bool(values and getattr(values[0], "is_number", False) and getattr(values[0], "is_finite", False))
 
 
 def is_same(gold: str, answer: str) -> bool:
-    """Whether an answer is the right one."""
+    """Says whether an answer is the right one."""
     return _is_same(gold, answer, time_limit())
 
 

@@ -248,7 +248,8 @@ class Rewards:
         self.loop.close()
 
     def _steps(self, values: Sequence[Value], index: int) -> list[float]:
-        """The weighted rewards of a completion's steps; the last has what functions gave for the whole completion."""
+        """Returns the weighted rewards of a completion's steps; the last has what functions gave for the whole
+        completion."""
         counts = {len(value.steps) for value in values if value.steps}
         if not counts or any(value.error for value in values):
             return []
