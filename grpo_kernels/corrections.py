@@ -115,9 +115,11 @@ def rejection_mask(
     old_logps, rollout_logps (B, T), or packed (N,) with cu_seqlens (S + 1,), nats; a NaN rollout log-probability counts
     as a ratio of 1, as in `rollout_weights`. options: name -> bounds of a statistic of a token, from its log-ratio
     r = old - rollout within [-20, 20], and its probabilities p in the sampling engine and q in the old policy:
+
         k1         -r, kept where log low <= k1 <= log high of a pair (low, high): bounds of rollout / old
         k2, k3     r^2 / 2; e^r - 1 - r. These and the next are kept up to the bound, one number
         binary_kl  p log(p/q) + (1 - p) log((1 - p)/(1 - q)); tv: |p - q|; both of p and q within [1e-6, 1 - 1e-6]
+
     "token_" before the name: each token by itself. "seq_mean_": the mean over the unmasked tokens of a sequence, which
     is kept or rejected as a whole; for k1, k2, k3 also "seq_sum_", for k2 and k3 "seq_max_". A sequence without
     unmasked tokens has 0. An example is {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.01}.
@@ -126,6 +128,7 @@ def rejection_mask(
     is_correction_gating (openrlhf/models/loss.py, pull request 1339; per token, DPPO's: arXiv:2602.04879).
 
     What is rejected is left out in one of two ways (weights[:, None] of sequences; without weights mask.float()):
+
         rollout_weights=weights * mask   weight 0: no surrogate, while KL, entropy and denominators stay as they are
         completion_mask=mask             verl's way: no part of the loss, nor of its denominators
     """

@@ -26,7 +26,7 @@ from .head.shared import is_traced
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, add_op_namespace_prefix
 
 _FINITE = "a finite number: smaller rewards, or a scale that divides by their deviation"
-_REWARD = "a finite number, or NaN for no verdict"
+_REWARD = "a finite number, or NaN for no verdict, in float32"
 _VERDICT = "a finite number; for completions without a verdict pass advantages=group_advantages(rewards, ...), with NaN"
 
 
@@ -52,7 +52,8 @@ def group_advantages(
     """Returns group-relative advantages (B,), A = (r - baseline) / (std + eps)   (DeepSeekMath, arXiv:2402.03300).
 
     rewards (B,); NaN = no verdict: left out of the statistics, advantage 0. A group of equal rewards gets exactly 0.
-    An infinite reward or advantage raises, on a GPU with GRPO_KERNELS_DEBUG=1. float32, or float64 from float64.
+    A reward that float32 does not hold raises, and so does an infinite advantage, on a GPU with GRPO_KERNELS_DEBUG=1.
+    Advantages are float32, or float64 from float64.
     Groups are `num_generations` adjacent rows, or named by integer `group_ids` (B,), any order, any sizes.
     scale: divide by the std of the "group", of the whole "batch", by the group's "mean" (0 where that is not positive:
     MaxRL), or "none" (Dr. GRPO). baseline: "mean", "leave_one_out" (RLOO: the mean of the others), "length_weighted"
@@ -90,7 +91,7 @@ def combine_advantages(
     as often as `completion_mask` (B, T) has tokens of it), or "none".
     """
     check_rewards(rewards, dims=2)
-    check_finite("rewards", rewards, _REWARD, allows_nan=True)
+    check_finite("rewards", rewards.float(), _REWARD, allows_nan=True)
     eps, ddof = check_number("eps", eps, low=0.0), check_ddof("ddof", ddof)
     check_one_of("mode", mode, ("normalize_then_sum", "sum"))
     check_one_of("whiten", whiten, ("batch", "tokens", "none"))
@@ -115,14 +116,13 @@ def combine_advantages(
     total, known = parts @ weights.to(parts), valid.any(1)
     if whiten != "none":
         size = known.double() if completion_mask is None else completion_mask.bool().sum(1).double() * known
-        number, unit = size.sum(), _unit(total, (0,))
-        total = total / unit
+        number = size.sum()
         centred = total - (size * total).sum() / number.clamp(min=1)
         deviation = ((size * centred.square()).sum() / (number - ddof).clamp(min=1)).sqrt()
-        total = centred / (deviation + eps / unit)
-    found = torch.where(known, total, 0.0).float()
-    check_finite("advantages", found, _FINITE)
-    return found
+        total = centred / (deviation + eps)
+    advantages = torch.where(known, total, 0.0).float()
+    check_finite("advantages", advantages, _FINITE)
+    return advantages
 
 
 def group_statistics(
@@ -181,7 +181,8 @@ def _statistics_of_groups(
     NaN rewards are left out of every statistic and get advantage 0. Groups of equal rewards get exactly 0 and std 0.
     No atomics: equal calls give the same bits.
     """
-    check_finite("rewards", rewards, _REWARD if nan_is_no_verdict else _VERDICT, allows_nan=nan_is_no_verdict)
+    expected = _REWARD if nan_is_no_verdict else _VERDICT
+    check_finite("rewards", rewards.float(), expected, allows_nan=nan_is_no_verdict)
     weights = torch.ones_like(rewards) if lengths is None else lengths.to(rewards.dtype)
     numbers = scale, baseline, ddof, eps
     if group_size:
@@ -210,14 +211,6 @@ def _(rewards, group_index, num_groups, *_):  # type: ignore[no-untyped-def]
     return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
 
 
-def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Returns the largest power of two within the largest |x| along `dims`, which are kept; 1 for 0. In units of it
-    squares neither overflow nor vanish, and quotients by it are exact. x is float64; NaN is left out."""
-    top = x.abs().nan_to_num(nan=0.0).amax(dims, keepdim=True)
-    unit = (top.view(torch.int64) & (0x7FF << 52)).view(torch.float64)  # without its mantissa
-    return torch.where(unit > 0, unit, 1.0)
-
-
 def _statistics_of_rows(
     rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,14 +220,10 @@ def _statistics_of_rows(
         return (centred.square().nansum(dim, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
 
     valid = rewards == rewards  # not NaN
-    r, is_wide = rewards.double(), rewards.dtype == torch.float64
-    unit: Tensor | float = 1.0  # of float32 rewards float64 holds the squares
-    if is_wide:
-        unit = _unit(rewards, (0, 1) if scale == "batch" else (1,))
-        r = r / unit
+    r = rewards.double()
     count = valid.sum(1, keepdim=True, dtype=torch.float64)
     mean = r.nansum(1, keepdim=True) / count  # NaN for a group without a verdict
-    if is_wide:  # the rounded mean of equal rewards need not equal them; of float32 it does
+    if rewards.dtype == torch.float64:  # the rounded mean of equal rewards need not equal them; of float32 it does
         low = torch.where(valid, r, torch.inf).amin(1, keepdim=True)
         mean = torch.where(((r == low) | ~valid).all(1, keepdim=True), low, mean)
     centred = r - mean
@@ -255,14 +244,12 @@ def _statistics_of_rows(
     else:
         advantages = r
     if scale == "group":
-        advantages = advantages / (std + eps / unit)
+        advantages = advantages / (std + eps)
     elif scale == "mean":
         advantages = torch.where(mean > 0, advantages / mean, 0.0)
     elif scale == "batch":
         number = count.sum()
-        advantages = advantages / (std_of(r - r.nansum() / number, number, (0, 1)) + eps / unit)
-    if is_wide:
-        mean, std, advantages = mean * unit, std * unit, advantages * unit if scale == "none" else advantages
+        advantages = advantages / (std_of(r - r.nansum() / number, number, (0, 1)) + eps)
     advantages = torch.where(valid, advantages, 0.0)
     return advantages.to(rewards.dtype), mean.flatten().to(rewards.dtype), std.flatten().to(rewards.dtype)
 
@@ -288,7 +275,7 @@ def process_advantages(
     step get 0.
     """
     check_rewards(step_rewards, dims=2, name="step_rewards")
-    check_finite("step_rewards", step_rewards, _REWARD, allows_nan=True)
+    check_finite("step_rewards", step_rewards.float(), _REWARD, allows_nan=True)
     check_tensor("step_ends", step_ends, step_rewards)
     expected = f"integers of the shape of step_rewards, {tuple(step_rewards.shape)}"
     check_kind("step_ends", step_ends, step_ends.shape == step_rewards.shape, expected)
@@ -317,8 +304,8 @@ def process_advantages(
 def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: Tensor | None, like: Tensor) -> Groups:
     """Returns the groups of a batch of sequences: adjacent, or named by integers."""
     if (num_generations is None) == (group_ids is None):
-        given = "neither" if group_ids is None else "both"
-        raise ValueError(f"groups come from num_generations or group_ids: give one of the two, got {given}")
+        arguments = "neither" if group_ids is None else "both"
+        raise ValueError(f"groups come from num_generations or group_ids: give one of the two, got {arguments}")
     if num_generations is not None:
         num_generations = check_count("num_generations", num_generations)
         if num_sequences % num_generations:

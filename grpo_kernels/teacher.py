@@ -80,6 +80,7 @@ class TopKTeacher:
     ids: (B, T, K) or packed (N, K) int32 or int64, in any order, distinct within a token; -1 in places that a token
     does not use. logps: the same shape, floating point: the teacher's log-probabilities of these ids, nats, at the
     temperature of the loss. mode: what the divergence takes for the other ids (docs: grpo_kernels/README.md).
+
         "tail"         one more outcome, with what mass is left on either side
         "truncate"     nothing: the sums run over the K ids, and may be below 0
         "renormalize"  nothing: both distributions are divided by their mass over the K ids

@@ -221,18 +221,6 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
     return batch, config
 
 
-def size_of_loss(batch: Batch, config: gk.GRPOConfig) -> float:
-    """sum_t w_t |A_t|, times |logp_t| where the surrogate is linear in it: the loss before terms cancel."""
-    logps, _ = true_logps(batch, config)
-    linear = config.surrogate.startswith("cispo") or config.surrogate in ("vespo", "reinforce") or config.ratio_cap
-    logps = logps.detach() if linear else -torch.ones_like(logps)  # 0 where a token keeps its sampled id alone
-    plain = gk.GRPOConfig(
-        surrogate="reinforce", aggregation=config.aggregation, max_completion_length=config.max_completion_length
-    )
-    batch = batch.cast(torch.float64)
-    return reference_loss_from_logps(logps, batch.advantages.abs(), config=plain, **after_logps(batch)).loss.item()
-
-
 def rounding_of(point: Point, chosen: dict[str, Any]) -> float:
     """What an error may be beyond that of eager float32.
 

@@ -25,11 +25,12 @@ from helpers import (
     use_mask_path,
 )
 from kernel_checks import SIGNALLING
-from option_space import CHUNK_ROWS, KERNEL_CASES, build, choose, eager_errors, name_of, rounding_of, size_of_loss
+from option_space import CHUNK_ROWS, KERNEL_CASES, build, choose, eager_errors, name_of, rounding_of
 from teachers import MODES, make_teacher, make_top_k
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
+from grpo_kernels.commands.harness import size_of_loss
 from grpo_kernels.head import kept
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.names import DIVERGENCES

@@ -88,7 +88,7 @@ def test_the_reference_stands_alone():
 
     assert graph()["reference"] == {"config", "names", "sampling_mask", "teacher"}
     assert not vars(reference).keys() & {"SamplingMask", "Teacher", "TopKTeacher"}  # those two are there for types
-    assert [name for name in graph() if "reference" in graph()[name]] == ["commands.check"]
+    assert [name for name in graph() if "reference" in graph()[name]] == ["commands.harness"]
 
 
 def test_kernels_know_no_loss_and_the_loss_no_kernels():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 from math import log
+from pathlib import Path
 
 import pytest
 import torch
 
+import grpo_kernels as gk
 from grpo_kernels import GRPOConfig
 from grpo_kernels.config import TRL_LOSS_TYPES
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
@@ -160,44 +163,39 @@ def test_what_does_not_fit_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "divergence"),
     [
-        dict(beta=0.5),
-        dict(beta=0.0, weight_hard_loss=0.0, temperature=2.0),
-        dict(beta=1.0, weight_soft_loss=0.8),
-        dict(beta=0.3, temperature=0.7),
-        dict(beta=0.3, weight_soft_loss=0.0),
-        dict(beta=0.5, return_soft_hard_loss=True),
-        dict(beta=0.3, weight_hard_loss=0.0, temperature=2.0, return_soft_hard_loss=True),
-        dict(beta=0.3, weight_soft_loss=0.0, temperature=2.0, return_soft_hard_loss=True),
+        (dict(beta=0.5), {}),
+        (dict(beta=0.3, temperature=0.7, weight_hard_loss=0.0), {}),
+        (dict(beta=0.0, weight_soft_loss=0.8), {"divergence": "forward_kl"}),
+        (dict(beta=1.0, weight_hard_loss=0.2), {"divergence": "reverse_kl"}),
+        (dict(beta=0.5, temperature=0.7, weight_hard_loss=0.8), {}),
     ],
 )
-def test_jsd_equals_ligers(theirs, options):
-    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss as Theirs
+def test_the_examples_jsd_equals_ligers(theirs, options, divergence):
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
-    from grpo_kernels.integrations.liger import LigerFusedLinearJSDLoss
-
+    jsd_loss = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "liger.py"))["jsd_loss"]
     g = torch.Generator().manual_seed(0)
     sizes = (18, H), (V, H), (18, 24), (V, 24), (V,), (V,)
-    given = [torch.randn(size, generator=g) * 0.4 for size in sizes]
+    student, weight, teacher, teacher_weight, bias, teacher_bias = (torch.randn(x, generator=g) * 0.4 for x in sizes)
     labels = torch.randint(V, (18,), generator=g)
     labels[::5] = -100
+
+    def liger(student, head):
+        loss = LigerFusedLinearJSDLoss(compiled=False, **options)
+        return loss(student, head.weight, teacher, teacher_weight, labels, head.bias, teacher_bias)
+
+    def ours(student, head):
+        named = {name: x for name, x in options.items() if name != "beta"}
+        named |= divergence or {"divergence": "jsd", "divergence_beta": options["beta"]}
+        return jsd_loss(student, head, gk.Teacher(teacher[None], teacher_weight, teacher_bias), labels, **named)
+
     results = []
-    for module in (LigerFusedLinearJSDLoss(**options), Theirs(compiled=False, **options)):
-        leaves = [given[i].clone().requires_grad_() for i in (0, 1, 4)]
-        found = module(leaves[0], leaves[1], given[2], given[3], labels, leaves[2], given[5])
-        losses = found if isinstance(found, tuple) else (found,)
-        (losses[0] * 3.0).backward()
-        results.append([*(x.detach() for x in losses), *(x.grad for x in leaves)])
+    for function in (ours, liger):
+        leaf, head = student.clone().requires_grad_(), torch.nn.Linear(H, V)
+        head.weight.data, head.bias.data = weight.clone(), bias.clone()
+        loss = function(leaf, head)
+        (loss * 3.0).backward()
+        results.append([loss.detach(), leaf.grad, head.weight.grad, head.bias.grad])
     torch.testing.assert_close(*results, rtol=1e-4, atol=2e-6)
-
-
-def test_jsd_refuses_what_it_cannot_take():
-    from grpo_kernels.integrations.liger import LigerFusedLinearJSDLoss
-
-    with pytest.raises(ValueError, match=r"beta=1\.5"):
-        LigerFusedLinearJSDLoss(beta=1.5)
-    with pytest.raises(ValueError, match=r"Teacher\.weight has 70 rows and lm_head_weight 64"):
-        LigerFusedLinearJSDLoss()(
-            torch.randn(3, H), torch.randn(V, H), torch.randn(3, H), torch.randn(70, H), torch.ones(3, dtype=torch.long)
-        )

@@ -1,4 +1,4 @@
-"""The prime-rl entries against a recorded copy of its contract: prime-rl is on no package index.
+"""The examples for prime-rl against a recorded copy of its contract: prime-rl is on no package index.
 
 Recorded in November 2026 from its documentation and sources: `FusedOutputLinear.forward(hidden_states (b, s, h), labels
 (b, s), temperature (b, s))` returns a mapping with logprobs and entropy (b, s); a custom loss takes LossInputs of one
@@ -8,16 +8,22 @@ its own count.
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_kernels import GRPOConfig
-from grpo_kernels.integrations.prime_rl import FusedOutputLinear, policy_loss
+from grpo_kernels.config import SURROGATE_RULES
+from grpo_kernels.integrations import LogitTransform
 from grpo_kernels.reference import reference_loss_from_logps
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+policy_loss = runpy.run_path(str(EXAMPLES / "prime_rl_loss.py"))["policy_loss"]
+FusedOutputLinear = runpy.run_path(str(EXAMPLES / "prime_rl_model.py"))["FusedOutputLinear"]
 T, H, V = 9, 16, 64
 
 
@@ -47,6 +53,8 @@ def inputs(seed=0, **changes) -> LossInputs:
     "options",
     [
         dict(surrogate="dppo_tv", epsilon_low=0.1, epsilon_high=0.1),
+        dict(surrogate="dppo_kl"),
+        dict(surrogate="ipo"),
         dict(surrogate="cispo", beta=0.1),
         dict(importance_sampling_level="sequence", epsilon_high=0.28),
     ],
@@ -60,7 +68,7 @@ def test_sequences_add_up_to_the_sum_over_their_tokens(options):
     sampled, ref, advantages, mask = (torch.stack([getattr(x, name) for x in both]) for name in names)
     logps = torch.stack([x.trainer_logprobs.detach() for x in both]).double().requires_grad_()
     config = GRPOConfig(aggregation="token_mean", **options)
-    old = None if options.get("surrogate") in ("ipo", "dppo_tv") else sampled.double()
+    old = None if SURROGATE_RULES[config.surrogate].divides_by_rollout else sampled.double()
     expected = reference_loss_from_logps(
         logps, advantages.double(), completion_mask=mask, old_logps=old, rollout_logps=sampled.double(),
         ref_logps=ref.double(), normalizer=1.0, config=config,
@@ -81,7 +89,7 @@ def test_weights_of_tokens():
 
 
 def test_the_output_layer():
-    layer = FusedOutputLinear(H, V, 8192, logit_scale=0.5, logit_softcap=0.7)
+    layer = FusedOutputLinear(H, V, LogitTransform(0.5, 0.7))
     hidden = torch.randn(2, T, H, requires_grad=True)
     labels, temperature = torch.randint(V, (2, T)), torch.rand(2, T) + 0.5
     out = layer(hidden, labels, temperature)
@@ -96,14 +104,9 @@ def test_the_output_layer():
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    layer, hidden = FusedOutputLinear(H, V, 8192), torch.randn(1, T, H)
-    with pytest.raises(ValueError, match="labels is None; expected a tensor with one value per token"):
-        layer(hidden)
-    with pytest.raises(ValueError, match="temperature is None"):
-        layer(hidden, torch.zeros(1, T).long())
-    with pytest.raises(ValueError, match="aggregation='seq_mean': prime-rl divides"):
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'aggregation'"):
         policy_loss(inputs(), aggregation="seq_mean")
-    with pytest.raises(ValueError, match="entropy_coef and entropy_threshold need the entropies"):
+    with pytest.raises(ValueError, match="entropy is None; entropy_coef"):
         policy_loss(inputs(), entropy_coef=0.1)
     with pytest.raises(ValueError, match=r"ref_logps is None and beta=0\.1"):
         policy_loss(inputs(ref_logprobs=None), beta=0.1)

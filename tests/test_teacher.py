@@ -90,7 +90,7 @@ def test_16_bits(backend, kind, divergence):
         if kind == "whole":
             assert_within(errors(found, exact), plain, 1e-5, 1.5)
             narrow = batch.with_options(teacher=make_teacher((6, 6), dtype=dtype))
-            assert errors(fused(narrow, config, backend), reference(narrow, config))["grad hidden"] < 1e-2
+            assert errors(fused(narrow, config, backend), reference(narrow, config))["gradient of hidden"] < 1e-2
         else:
             assert_within(errors(found, exact), plain, 1e-5, 1.5 if dtype == torch.bfloat16 else 2.0, of="grad")
         scaled = leaves(batch)

@@ -17,7 +17,7 @@ from training import run
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from grpo_kernels.trainer.arguments import parse
-from grpo_kernels.trainer.run import Run
+from grpo_kernels.trainer.run import open_run
 
 
 def one_short(prompts, completions, **columns):
@@ -283,7 +283,7 @@ def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
 def test_a_folder_that_another_run_is_using(model, data, tmp_path, capfd):
     """Both would go on from the same checkpoint, and write the same files."""
     output = tmp_path / "run"
-    made = Run(parse(training.arguments(model, data, output)))
+    made = open_run(parse(training.arguments(model, data, output)))
     assert run(model, data, output, resume_from_checkpoint="auto") == 2
     assert f"output_dir={output} is in use by another run" in capfd.readouterr().err
     made.close()

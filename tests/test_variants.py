@@ -32,12 +32,12 @@ from option_space import (
     eager_errors,
     name_of,
     rounding_of,
-    size_of_loss,
     values_of,
 )
 
 import grpo_kernels as gk
 from grpo_kernels import reference as specification
+from grpo_kernels.commands.harness import size_of_loss
 from grpo_kernels.config import SURROGATE_RULES, Surrogate
 from grpo_kernels.head.loop import HeadPass
 

@@ -34,7 +34,7 @@ from helpers import (
     use_mask_path,
     whole_chunk,
 )
-from option_space import POINTS, build, choose, size_of_loss
+from option_space import POINTS, build, choose
 from ranks import assert_same_on_all_ranks, on_all_ranks, run_ranks
 from teachers import KINDS, OWN, config_of, make_teacher, make_top_k, teacher_of
 from test_plain_tensors import check_dtensors
@@ -42,6 +42,7 @@ from torch import distributed
 
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
+from grpo_kernels.commands.harness import size_of_loss
 from grpo_kernels.head import kept, sparse, vocab_parallel
 from grpo_kernels.integrations.sequence_parallel import gather_tokens
 from grpo_kernels.kernels.operations import SparseRule

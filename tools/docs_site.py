@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
-from collections.abc import Iterator
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -84,70 +84,31 @@ class Docstrings(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = "\n".join(markdown_of(obj.docstring.value.splitlines()))
+            obj.docstring.value = markdown_of(obj.docstring.value)
 
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Does what the decorator `forwards_loss_options` does: the options stand in place of **options."""
-        options = pkg["inputs.LossOptions"].attributes
-        for module in pkg.modules.values():
-            for function in module.functions.values():
-                if function.is_alias or "forwards_loss_options" not in [str(d.value) for d in function.decorators]:
-                    continue
-                del function.parameters["options"]
-                for name, field in options.items():
-                    kind, default = griffe.ParameterKind.keyword_only, '"auto"' if name == "backend" else "None"
-                    function.parameters.add(
-                        griffe.Parameter(name, annotation=field.annotation, kind=kind, default=default)
-                    )
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        for parameter in func.parameters:
+            if parameter.default == "...":  # as the extension unpack_typeddict writes an option that may be left out
+                parameter.default = '"auto"' if parameter.name == "backend" else "None"
 
 
-SECTION = re.compile(r"(Args|Example|Raises|Returns):")
-ITEM = re.compile(r"(?P<name>[\w*]+(?:, [\w*]+)*): (?P<text>.+)")
-CHOICE = re.compile(r'(?P<name>"?\w+"?)  +(?P<text>.+)')  # a value of an item
+NAMES = r"[\w*]+(?:, [\w*]+)*"
+HEADING = re.compile(rf"^(?!{NAMES}: )(\S.*?):?\n(?=    )", re.MULTILINE)  # a line above indented ones
+ITEM = re.compile(rf"^ {{0,4}}({NAMES}): (?=\S)", re.MULTILINE)
 
 
-def markdown_of(lines: list[str]) -> Iterator[str]:
-    """Yields Markdown for a docstring: a line `name: text` begins an item, and so does a heading above such lines; what
-    is indented behind an empty line is code or a formula."""
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    texts = [line.strip() for line in lines]
-    item: int | None = None  # the indent of the open one
-    code = False
-    block: int | None = None  # the indent of the open one
-    for i, (indent, text) in enumerate(zip(indents, texts, strict=True)):
-        if block is not None and text and indent < block:
-            block = None
-            yield from ("```", "")
-        elif block is None and indent >= 4 and item is None and i and not texts[i - 1] and text[:3] != ">>>":
-            block = indent
-            yield "```python"
-        if block is not None:
-            yield lines[i][block:]
-            continue
-        if code != text.startswith(">>>") and not (code and text):
-            code = not code
-            yield "```pycon" if code else "```"
-        if not text or (item is not None and indent < item):
-            item = None
-            yield ""
-        if code:
-            yield text
-        elif heading := SECTION.fullmatch(text):
-            item = None
-            yield from (f"**{heading[1]}**", "")
-        elif (begins := ITEM.fullmatch(text)) and (item is None or indent <= item):
-            if item is None:
-                yield ""
-            item = indent
-            yield f"- **{escaped(begins['name'])}**: {escaped(begins['text'])}"
-        elif choice := CHOICE.fullmatch(text):
-            yield f"    - {choice['name']}: {escaped(choice['text'])}"
-        elif item is None and i + 1 < len(texts) and ITEM.fullmatch(texts[i + 1]) and indents[i + 1] > indent:
-            yield from ("", f"**{escaped(text)}**", "")
+def markdown_of(docstring: str) -> str:
+    """Returns Markdown for a docstring: a line `name: text` begins an item, a line above indented ones is a heading.
+    What is indented behind an empty line, and the example, is code or a formula."""
+    blocks = []
+    for block in docstring.replace("Example:\n", "__Example__\n\n").split("\n\n"):
+        if block.startswith("    "):
+            block = f"```{'pycon' if '>>>' in block else 'python'}\n{textwrap.dedent(block)}\n```"
         else:
-            yield f"    {escaped(text)}" if item is not None else escaped(text)
-    if code or block is not None:
-        yield "```"
+            block = ITEM.sub(r"\n- **\1**: ", HEADING.sub(r"\n**\1**\n\n", escaped(block)))
+            block = re.sub(r"^ +", "", block, flags=re.MULTILINE)
+        blocks.append(block)
+    return "\n\n".join(blocks)
 
 
 def escaped(text: str) -> str:

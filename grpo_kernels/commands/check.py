@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ..config import GRPOConfig
 from ..kernels import candidates, unavailable_reason
-from ..loss import fused_grpo_loss
 from ..objective.aggregation import AGGREGATIONS, Aggregation
 from ..objective.kl import KL_ESTIMATORS, KLEstimator
 from ..objective.sequences import Level
 from ..objective.surrogates import SURROGATE_RULES, Surrogate
-from ..reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 from .env import collect, render
+from .harness import Batch, Result, errors, fused, reference, size_of_loss, true_logps
 
 SEQUENCES, LENGTH, WIDTH, VOCAB = 6, 6, 32, 97
 LENGTHS = (6, 5, 6, 3, 1, 6)  # of the unmasked part of each sequence
@@ -48,19 +47,17 @@ class Variant(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A variant's inputs and exact results.
+    """A variant's inputs, whose hidden, weight and bias are in the type that is checked, and exact results.
 
-    `leaves` are in the type that is checked: hidden (B, T, H), weight (V, H), at times bias (V,). `arguments` are the
-    other tensors of a call. `allowed`: eager's errors; `scale`: the least size of the loss.
+    `allowed`: eager's errors; `size`: what the error of the loss is relative to.
     """
 
     variant: Variant
-    leaves: dict[str, Tensor]
-    arguments: dict[str, Tensor]
+    batch: Batch
     config: GRPOConfig
-    exact: dict[str, Tensor]
+    exact: Result
     allowed: dict[str, float]
-    scale: float
+    size: float
 
 
 def check(backend: str | None = None, *, quick: bool = False) -> bool:
@@ -108,15 +105,10 @@ def variants(*, quick: bool = False) -> list[Variant]:
 
 def compare_eager(variant: Variant, index: int, dtype: torch.dtype) -> Case:
     """Makes a case: its inputs, their exact results, and the errors of eager PyTorch."""
-    leaves, arguments, config = make_inputs(variant, index, dtype)
-    exact = eager(leaves, arguments, config, torch.float64, torch.float64)
-    # sum of |weight x advantage x logp|: terms of about this size may cancel in the loss
-    length = config.max_completion_length
-    sums = GRPOConfig(surrogate="reinforce", aggregation=config.aggregation, max_completion_length=length)
-    mask, sizes = arguments["completion_mask"], arguments["advantages"].double().abs()
-    scale = reference_loss_from_logps(exact["logps"], sizes, completion_mask=mask, config=sums).loss.item()
-    allowed = errors(eager(leaves, arguments, config, dtype, torch.float32), exact, scale)
-    return Case(variant, leaves, arguments, config, exact, allowed, scale)
+    batch, config = make_inputs(variant, index, dtype)
+    exact, size = reference(batch, config), size_of_loss(batch, config)
+    allowed = errors(reference(batch, config, torch.float32, head_dtype=dtype), exact, size)
+    return Case(variant, batch, config, exact, allowed, size)
 
 
 def compare(cases: list[Case], backend: str, device: torch.device) -> tuple[float, str, int, str]:
@@ -124,10 +116,10 @@ def compare(cases: list[Case], backend: str, device: torch.device) -> tuple[floa
     largest, worst = -math.inf, ""
     for done, case in enumerate(cases):
         try:
-            found = errors(fused(case, backend, device), case.exact, case.scale)
+            case_errors = errors(fused(case.batch, case.config, backend, device), case.exact, case.size)
         except Exception as error:  # any error goes into the report; the other lines continue
             return math.inf, str(case.variant), done, f"{case.variant}: {type(error).__name__}: {error}"
-        excess, name = max((error - case.allowed[name], name) for name, error in found.items())
+        excess, name = max((error - case.allowed[name], name) for name, error in case_errors.items())
         excess /= ROUNDINGS.get(case.variant.level, 1.0)
         if excess > largest:
             largest, worst = excess, f"{case.variant}: {name}"
@@ -137,41 +129,31 @@ def compare(cases: list[Case], backend: str, device: torch.device) -> tuple[floa
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
 
-def make_inputs(
-    variant: Variant, index: int, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, Tensor], GRPOConfig]:
-    """Returns leaves and arguments of a call, and its configuration; `index` decides the random numbers, and options
-    that take turns."""
+def make_inputs(variant: Variant, index: int, dtype: torch.dtype) -> tuple[Batch, GRPOConfig]:
+    """Returns a batch and its configuration; `index` decides the random numbers, and options that take turns."""
     g = torch.Generator().manual_seed(index)
     normal, shape = partial(torch.randn, generator=g), (SEQUENCES, LENGTH)
-    leaves = {"hidden": normal(*shape, WIDTH), "weight": normal(VOCAB, WIDTH) * 0.2}
-    if index % 3 != 1:
-        leaves["bias"] = normal(VOCAB) * 0.5
-    leaves = {name: x.to(dtype) for name, x in leaves.items()}
+    hidden, weight = normal(*shape, WIDTH), normal(VOCAB, WIDTH) * 0.2
+    bias = normal(VOCAB) * 0.5 if index % 3 != 1 else None
     ids = torch.randint(VOCAB, shape, generator=g)
     mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
     mask[0, 1] = False  # a hole, as a tool's answer leaves
     advantages = (0.5 + torch.rand(SEQUENCES, generator=g)) * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
     temperature = (1.0, 0.8)[index % 2]
-    logits = logits_of({name: x.double() for name, x in leaves.items()})
-    logps, _ = reference_logps(logits, ids, temperature=temperature)
+    batch = Batch(hidden, weight, ids, advantages, bias).head_as(dtype)
+    logps, _ = true_logps(batch, GRPOConfig(temperature=temperature))
     log_ratio = _log_ratios(variant, mask, g)
     old = logps - log_ratio
     # |k1| has a corner at 0
     distance = (0.1 + 0.5 * torch.rand(shape, generator=g)) * torch.where(normal(*shape) > 0, 1.0, -1.0)
-    arguments = {
-        "completion_ids": ids,
-        "advantages": advantages,
-        "completion_mask": mask,
-        "old_logps": old.float(),
-        "ref_logps": (logps + distance).float(),
-    }
+    batch = batch.with_options(completion_mask=mask, old_logps=old.float(), ref_logps=(logps + distance).float())
     bounds: dict[str, Any] = {"epsilon_high": 1.3} if variant.surrogate == "cispo" else {}
     if SURROGATE_RULES[variant.surrogate].divides_by_rollout:
-        arguments["rollout_logps"] = arguments["old_logps"]
+        batch = batch.with_options(rollout_logps=old.float())
         p, q = logps.exp(), old.exp()
-        of_others = (1 - q) * ((1 - q) / (1 - p)).log()
-        bound = _widest_gap((q * -log_ratio + of_others if variant.surrogate == "dppo_kl" else (p - q).abs())[mask])
+        kl_of_others = (1 - q) * ((1 - q) / (1 - p)).log()
+        distances = q * -log_ratio + kl_of_others if variant.surrogate == "dppo_kl" else (p - q).abs()
+        bound = _widest_gap(distances[mask])
         sides = ("epsilon_high",) if variant.surrogate == "ipo" else ("epsilon_low", "epsilon_high")
         bounds = dict.fromkeys(sides, bound)
     config = GRPOConfig(
@@ -186,7 +168,7 @@ def make_inputs(
         chunk_rows=(None, 7, 3)[index % 3],  # in one piece; whole sequences; parts of sequences
         **bounds,
     )
-    return leaves, arguments, config
+    return batch, config
 
 
 def _log_ratios(variant: Variant, mask: Tensor, g: torch.Generator) -> Tensor:
@@ -208,66 +190,3 @@ def _widest_gap(x: Tensor) -> float:
     x = x.sort().values[len(x) // 4 : -(len(x) // 4)].log()
     i = int(x.diff().argmax())
     return float(((x[i] + x[i + 1]) / 2).exp())
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
-
-
-def fused(case: Case, backend: str, device: torch.device) -> dict[str, Tensor]:
-    """Returns values, gradients and metrics by name, from the package."""
-    leaves = {name: x.to(device, copy=True).requires_grad_() for name, x in case.leaves.items()}
-    options: dict[str, Any] = {name: x.to(device) for name, x in case.arguments.items()}
-    options |= {"lm_head_bias": leaves.get("bias"), "config": case.config, "backend": backend}
-    return _results(fused_grpo_loss(leaves["hidden"], leaves["weight"], **options), leaves)
-
-
-def eager(
-    leaves: dict[str, Tensor],
-    arguments: dict[str, Tensor],
-    config: GRPOConfig,
-    product: torch.dtype,
-    rest: torch.dtype,
-) -> dict[str, Tensor]:
-    """Returns the same from the reference: logits in `product`, everything after them in `rest`."""
-    leaves = {name: x.to(product, copy=True).requires_grad_() for name, x in leaves.items()}
-    options: dict[str, Any] = {n: x.to(rest) if x.is_floating_point() else x for n, x in arguments.items()}
-    return _results(reference_loss_from_logits(logits_of(leaves).to(rest), config=config, **options), leaves)
-
-
-def logits_of(leaves: dict[str, Tensor]) -> Tensor:
-    """Returns logits (B, T, V)."""
-    logits = leaves["hidden"] @ leaves["weight"].T
-    return logits + leaves["bias"] if "bias" in leaves else logits
-
-
-def _results(out: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    out.loss.backward()
-    found = {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}
-    found |= {f"gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
-    found |= {f"metric {name}": x for name, x in out.metrics.items()}
-    return {name: x.detach().cpu().double() for name, x in found.items()}
-
-
-def errors(found: dict[str, Tensor], exact: dict[str, Tensor], scale: float) -> dict[str, float]:
-    """Returns relative errors by name; of the loss to at least `scale`, of a metric to at least 1."""
-    out = {}
-    for name, x in exact.items():
-        least = scale if name == "loss" else 1.0 if name.startswith("metric") else 1e-30
-        error = relative_error(found[name], x, least) if name in found else math.inf
-        out[name] = error if math.isfinite(error) else math.inf
-    return out
-
-
-def relative_error(found: Tensor, exact: Tensor, least: float = 0.0) -> float:
-    """|found - exact| / max(|exact|, least) in Euclidean norms and float64; 0 where both are 0.
-
-    Piece by piece: neither tensor is held in float64 whole.
-    """
-    if found.shape != exact.shape:
-        raise ValueError(f"found has shape {tuple(found.shape)}; expected that of exact, {tuple(exact.shape)}")
-    pairs = list(
-        zip(torch.split(found, 4096), torch.split(exact, 4096), strict=True) if exact.dim() else [(found, exact)]
-    )
-    distance = math.sqrt(math.fsum((a.double() - b.double()).square().sum().item() for a, b in pairs))
-    norm = math.sqrt(math.fsum(b.double().square().sum().item() for _, b in pairs))
-    return distance / max(norm, least, 1e-30) if distance else 0.0

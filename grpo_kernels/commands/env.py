@@ -53,9 +53,9 @@ def render(facts: dict[str, Any]) -> str:
     packages = ", ".join(
         f"{name} {known[name]}" for name in ("grpo_kernels", "torch", "triton", "transformers", "python")
     )
-    of_cuda = [facts["versions"][f"cuda_of_{part}"] or "none" for part in ("torch", "kernels", "driver")]
+    cuda_versions = [facts["versions"][f"cuda_of_{part}"] or "none" for part in ("torch", "kernels", "driver")]
     driver = f" ({known['driver']})" if facts["versions"]["driver"] else ""
-    cuda = "CUDA of torch {}, of the kernels {}, of the driver {}".format(*of_cuda)
+    cuda = "CUDA of torch {}, of the kernels {}, of the driver {}".format(*cuda_versions)
     lines = [f"{packages}; {facts['platform']}; {cuda}{driver}", ""]
     for device in facts["devices"]:
         lines.append(f"{device['device']:8}{_line_of_device(device)}")
@@ -93,15 +93,15 @@ def _versions(module: Any) -> dict[str, str | None]:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """Returns the name of the CPU."""
     names = re.findall(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver, None without one."""
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", read_text("/proc/driver/nvidia/version"))
-    return found and found[1]
+    """Returns the version of NVIDIA's driver, None without one."""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", read_text("/proc/driver/nvidia/version"))
+    return match and match[1]
 
 
 def read_text(path: str) -> str:

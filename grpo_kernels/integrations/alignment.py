@@ -76,8 +76,8 @@ def check_alignment(
         raise ValueError("batch has no scored token; expected a completion_mask or attention_mask with some")
     if logps is None:
         with torch.no_grad():
-            given = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
-            logps, _ = fused_forward(model, **given, model_inputs=others, loss=fused_logps, temperature=temperature)
+            tensors = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
+            logps, _ = fused_forward(model, **tensors, model_inputs=others, loss=fused_logps, temperature=temperature)
     check_plain("logps", logps)
     check_shape("logps", logps, logps.shape == ids.shape, f"{tuple(ids.shape)} like completion_ids")
 
@@ -97,26 +97,26 @@ def check_alignment(
         return float((logps.detach().double() - other.double())[scored].abs().mean())
 
     error = distance(right)
-    found = {
+    distances = {
         mistake: distance(_logps(other, ids, temperature))
         for mistake, other in _mistakes(parts, hidden, before_norm, logits, span)
     }
     note_of_padding, other_inputs = "", _with_other_mask(parts, inputs)
     if other_inputs is not None:
         other = _logps(own_logits(parts, other_inputs, keep=0)[0][:, span], ids, temperature)
-        found["a forward without an attention_mask, of prompts that are padded on the left"] = distance(other)
+        distances["a forward without an attention_mask, of prompts that are padded on the left"] = distance(other)
         if attention_mask is None:
             note_of_padding = "; input_ids begins with config.pad_token_id, and batch has no attention_mask"
-    best = min(found, key=found.__getitem__)
+    best = min(distances, key=distances.__getitem__)
     rounding = 4 * torch.finfo(logits.dtype).eps * max(1.0, float(right[scored].abs().mean()))
     if error > rounding:
         fitted = _fit_temperature(lambda t: distance(_logps(logits[:, span], ids, t)))
         distance_of_fit = distance(_logps(logits[:, span], ids, fitted))
-        if distance_of_fit + rounding / 64 < 0.25 * found[best]:
+        if distance_of_fit + rounding / 64 < 0.25 * distances[best]:
             kind = "a forgotten" if abs(fitted - 1) < 0.01 and temperature != 1.0 else "another"
             best = f"{kind} temperature: they are at {fitted:.3g}, where the check was told {temperature:g}"
-            found[best] = distance_of_fit
-    explains = found[best] < 0.25 * error
+            distances[best] = distance_of_fit
+    explains = distances[best] < 0.25 * error
     if error <= rounding and not (explains and error > rounding / 64):
         message = f"aligned: the log-probabilities differ by {error:.2g} nats on average"
         return Alignment(True, error, message + note_of_padding)
@@ -144,16 +144,16 @@ def _fit_temperature(distance: Callable[[float], float]) -> float:
     centre = min(grid, key=error)
     low, high, ratio = centre - 0.5, centre + 0.5, (math.sqrt(5) - 1) / 2
     left, right = high - ratio * (high - low), low + ratio * (high - low)
-    of_left, of_right = error(left), error(right)
+    error_left, error_right = error(left), error(right)
     for _ in range(24):  # to 1e-5 of its logarithm
-        if of_left <= of_right:
-            high, right, of_right = right, left, of_left
+        if error_left <= error_right:
+            high, right, error_right = right, left, error_left
             left = high - ratio * (high - low)
-            of_left = error(left)
+            error_left = error(left)
         else:
-            low, left, of_left = left, right, of_right
+            low, left, error_left = left, right, error_right
             right = low + ratio * (high - low)
-            of_right = error(right)
+            error_right = error(right)
     return float(2 ** ((low + high) / 2))
 
 

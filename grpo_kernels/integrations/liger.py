@@ -1,7 +1,6 @@
-"""Liger's GRPO and JSD losses under their own names: constructor, call and return of liger-kernel 0.8.5.
+"""Liger's GRPO loss under its own name: constructor, call and return of liger-kernel 0.8.5.
 
-Import LigerFusedLinearGRPOLoss and LigerFusedLinearJSDLoss from here in place of liger_kernel.chunked_loss; Liger
-itself is not needed.
+Import LigerFusedLinearGRPOLoss from here in place of liger_kernel.chunked_loss; Liger itself is not needed.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks.plain import check_plain
-from ..config import GRPOConfig, check_number, check_one_of, options_of_loss_type
-from ..distillation import divergence_of_beta, fused_divergence
+from ..config import GRPOConfig, check_one_of, options_of_loss_type
 from ..logps import fused_logps
-from ..loss import GRPOLossOutput, fused_grpo_loss
+from ..loss import fused_grpo_loss
 from ..objective.sequences import Level
-from ..teacher import Teacher
 
 
 @dataclass(eq=False, repr=False)
@@ -129,13 +126,13 @@ _OF_LIGER = ("compiled", "use_ref_model", "chunk_size")  # fields that GRPOConfi
 def _config(loss_type: str, importance_sampling_level: Level, **options: Any) -> GRPOConfig:
     """Returns the configuration of Liger's arguments, as far as the loss type reads them."""
     options["importance_sampling_level"] = importance_sampling_level
-    found = options_of_loss_type(loss_type, options)
+    fields_read = options_of_loss_type(loss_type, options)
     check_one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     if importance_sampling_level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(f"importance_sampling_level='sequence' does not go with loss_type={loss_type!r}")
-    if found.get("max_completion_length", 0) is None:
+    if fields_read.get("max_completion_length", 0) is None:
         raise ValueError("max_completion_length is None; loss_type='dr_grpo' needs it")
-    return GRPOConfig(**found | {name: options[name] for name in ("delta", "sparse_backward", "logits_dtype")})
+    return GRPOConfig(**fields_read | {name: options[name] for name in ("delta", "sparse_backward", "logits_dtype")})
 
 
 def _without_graph(x: Any) -> Any:
@@ -162,81 +159,3 @@ def _shared_evenly(ratio: Tensor, mask: Tensor) -> Tensor:
         return ratio  # which the loss refuses
     total = ratio.log().clamp(math.log(1e-8), 20.0).sum(1, keepdim=True)
     return (total / mask.sum(1, keepdim=True).clamp(min=1)).exp().expand(mask.shape)
-
-
-@dataclass(eq=False, repr=False)
-class LigerFusedLinearJSDLoss(nn.Module):
-    """loss = module(student_input, student_weight, teacher_input, teacher_weight, labels, ...), as Liger's module of
-    this name: weight_hard_loss times the cross-entropy of the labels and weight_soft_loss times the divergence, means
-    over labels other than ignore_index. beta: 0 is the forward KL, 1 the reverse KL, between them JSD. `compiled` and
-    `chunk_size` change nothing here; logits_dtype is as in `grpo_kernels.GRPOConfig`. A teacher with more ids than the
-    student is refused: slice its weight.
-
-    With return_soft_hard_loss: (loss, soft loss, hard loss), of which only the loss has a gradient.
-    """
-
-    weight_hard_loss: float = 0.5
-    weight_soft_loss: float = 0.5
-    beta: float = 0.5
-    ignore_index: int = -100
-    temperature: float = 1.0
-    compiled: bool = True
-    chunk_size: int = 1024
-    return_soft_hard_loss: bool = False
-    _: KW_ONLY
-    logits_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        for name in ("weight_hard_loss", "weight_soft_loss"):
-            check_number(name, getattr(self, name), low=0.0)
-        check_number("beta", self.beta, low=0.0, high=1.0)
-
-    def forward(
-        self,
-        student_input: Tensor,
-        student_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        true_labels: Tensor,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-    ) -> Any:
-        """student_input (N, H), teacher_input (N, H'), labels (N,)."""
-        mask, count = true_labels != self.ignore_index, len(true_labels)
-        bias = None if teacher_bias is None else teacher_bias.detach()
-        teacher = Teacher(teacher_input.detach(), teacher_weight.detach(), bias)
-        # Liger's labels have no temperature: then they take a call of their own, where their loss is asked for.
-        has_hard = self.weight_hard_loss != 0.0 or self.return_soft_hard_loss
-        together = self.temperature == 1.0 or self.weight_soft_loss == 0.0 or not has_hard
-        offsets = torch.tensor([0, count], device=true_labels.device)
-
-        def call(hard: float, soft: float) -> GRPOLossOutput:
-            """Cross-entropy is REINFORCE with advantages of 1."""
-            options = {"distill_coef": soft, **divergence_of_beta(self.beta)} if soft else {}
-            config = GRPOConfig(
-                surrogate="reinforce", kl_estimator="none", aggregation="token_mean",
-                temperature=self.temperature if soft else 1.0, logits_dtype=self.logits_dtype, **options,
-            )  # fmt: skip
-            return fused_grpo_loss(
-                student_input, student_weight, torch.where(mask, true_labels, 0),
-                torch.full((count,), hard, device=true_labels.device), completion_mask=mask, lm_head_bias=student_bias,
-                cu_seqlens=offsets, config=config, teacher=teacher if soft else None,
-            )  # fmt: skip
-
-        outputs = [call(self.weight_hard_loss if together else 0.0, self.weight_soft_loss)]
-        if not together:
-            outputs.append(call(self.weight_hard_loss, 0.0))
-        loss = torch.stack([out.loss for out in outputs]).sum()
-        if not self.return_soft_hard_loss:
-            return loss
-        num_labels = mask.sum().clamp(min=1)
-        if self.weight_soft_loss != 0.0:
-            soft = outputs[0].metrics["divergence"]
-        else:
-            with torch.no_grad():
-                soft = fused_divergence(
-                    student_input, student_weight, teacher, completion_mask=mask, temperature=self.temperature,
-                    lm_head_bias=student_bias, logits_dtype=self.logits_dtype, **divergence_of_beta(self.beta),
-                ).sum() / num_labels  # fmt: skip
-        return loss, soft, -outputs[-1].logps.sum() / num_labels

@@ -47,9 +47,9 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     """
     check_group(group, "group")
     check_plain("x", x)
-    of_a_token = f"{x.dtype} of shape {tuple(x.shape[1:])} per token" if x.dim() else f"{x.dtype} of shape ()"
-    found = exchange(group, x.device, (len(x) if x.dim() else 0, *of_a_token.encode().ljust(_TEXT)[:_TEXT]))
-    sizes, texts = [size for size, *_ in found], [bytes(text).decode().rstrip() for _, *text in found]
+    description = f"{x.dtype} of shape {tuple(x.shape[1:])} per token" if x.dim() else f"{x.dtype} of shape ()"
+    exchanged = exchange(group, x.device, (len(x) if x.dim() else 0, *description.encode().ljust(_TEXT)[:_TEXT]))
+    sizes, texts = [size for size, *_ in exchanged], [bytes(text).decode().rstrip() for _, *text in exchanged]
     if len(set(texts)) > 1:
         raise ValueError(
             f"x is {', '.join(texts)} on the ranks of the group, in their order; expected the same type and, but for "

@@ -113,8 +113,8 @@ def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], len
     is_new = torch.ones(len(inputs["input_ids"]), dtype=torch.bool, device=inputs["input_ids"].device)
     is_new[1:] = torch.stack([(tensor[1:] != tensor[:-1]).any(1) for tensor in prompt.values()]).any(0)
     rows = is_new.cumsum(0) - 1  # the prompt of each row
-    found = parts.body(**{name: tensor[is_new] for name, tensor in prompt.items()}, use_cache=True)
-    cache = cache_of(found)
+    output = parts.body(**{name: tensor[is_new] for name, tensor in prompt.items()}, use_cache=True)
+    cache = cache_of(output)
     layers = getattr(cache, "layers", None) or [cache]
     if cache is None or not all(type(layer) in PLAIN_LAYERS for layer in layers):
         why = "keeps no cache" if cache is None else f"keeps a cache of {type(layers[0]).__name__}"
@@ -122,7 +122,7 @@ def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], len
             f"share_prompts=True: the {type(parts.model).__name__} {why}; expected one of keys and values only, "
             "without gradient checkpointing"
         )
-    first = found.last_hidden_state[:, -1:].index_select(0, rows)
+    first = output.last_hidden_state[:, -1:].index_select(0, rows)
     if length == 1:
         return first
     cache.reorder_cache(rows)
@@ -259,12 +259,12 @@ def cache_of(output: Any) -> Any:
 def _with_transform(config: GRPOConfig | None, transform: LogitTransform) -> GRPOConfig:
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
-    for name, given, right, default in (
+    for name, configured, expected, default in (
         ("logit_scale", config.logit_scale, transform.scale, 1.0),
         ("logit_softcap", config.logit_softcap, transform.softcap, None),
     ):
-        if given not in (right, default):
-            raise ValueError(f"config.{name}={given}; the model has {right}: leave it out")
+        if configured not in (expected, default):
+            raise ValueError(f"config.{name}={configured}; the model has {expected}: leave it out")
     if (config.logit_scale, config.logit_softcap) == transform:
         return config
     return replace(config, logit_scale=transform.scale, logit_softcap=transform.softcap)
@@ -280,11 +280,11 @@ def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
     key = (type(parts.model), type(parts.lm_head), parts.transform)
     if key in _checked or torch.compiler.is_compiling():
         return
-    own, hidden = own_logits(parts, inputs, keep=-(-8 // len(inputs["input_ids"])))
-    logits = head_logits(lm_head_inputs(parts.lm_head, hidden[:, -own.shape[1] :]), *parts.transform)
-    largest, error = own.abs().amax().item(), math.inf
-    if logits.shape == own.shape:
-        error = (logits.float() - own.float()).abs().nan_to_num(0.0).amax().item()
+    model_logits, hidden = own_logits(parts, inputs, keep=-(-8 // len(inputs["input_ids"])))
+    logits = head_logits(lm_head_inputs(parts.lm_head, hidden[:, -model_logits.shape[1] :]), *parts.transform)
+    largest, error = model_logits.abs().amax().item(), math.inf
+    if logits.shape == model_logits.shape:
+        error = (logits.float() - model_logits.float()).abs().nan_to_num(0.0).amax().item()
     if error > 8 * torch.finfo(logits.dtype).eps * max(largest, 1.0):
         raise ValueError(
             f"model is a {type(parts.model).__name__} whose own logits differ by {error:.3g}, of {largest:.3g}: they "
@@ -296,19 +296,19 @@ def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
 
 def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tensor, Tensor]:
     """Returns the model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
-    found: list[Any] = []
+    outputs: list[Any] = []
     limit = {"logits_to_keep": keep} if takes(parts.model, "logits_to_keep") else {}
     devices = [inputs["input_ids"].device] if inputs["input_ids"].is_cuda else []
     with (
-        parts.body.register_forward_hook(lambda module, args, output: found.append(output)),
+        parts.body.register_forward_hook(lambda module, args, output: outputs.append(output)),
         torch.no_grad(),
         torch.random.fork_rng(devices=devices),  # dropout draws from it
     ):
         logits = parts.model(**inputs, use_cache=False, **limit).logits
-    if not found:
+    if not outputs:
         name = type(parts.model).__name__
         raise ValueError(f"model is a {name} whose forward does not call its {type(parts.body).__name__}")
-    return logits, found[-1].last_hidden_state
+    return logits, outputs[-1].last_hidden_state
 
 
 @torch.no_grad()

@@ -103,9 +103,9 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         _refuse_config_of_another_loss(self)
         self._truncation = truncation_of(self) if truncated_support else None
         self._rollout_rs, self._batch_normalize = rollout_rs, rollout_is_batch_normalize
-        for name, given in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
-            if given and not (self.use_vllm and self.vllm_importance_sampling_correction):
-                raise ValueError(f"{name}={given!r} has no effect without use_vllm and its importance weights")
+        for name, value in (("rollout_rs", rollout_rs), ("rollout_is_batch_normalize", rollout_is_batch_normalize)):
+            if value and not (self.use_vllm and self.vllm_importance_sampling_correction):
+                raise ValueError(f"{name}={value!r} has no effect without use_vllm and its importance weights")
         if self.loss_type == "vespo" and (rollout_is_batch_normalize or (rollout_rs and not rollout_rs_mask)):
             raise ValueError(
                 "loss_type='vespo' multiplies the weights of a completion's tokens: expected no "
@@ -144,13 +144,13 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 )
 
     def _generate(self, prompts: list[Any]) -> Any:
-        found = super()._generate(prompts)
-        completions, masks = found[1], found[5].pop("sampling_mask", None)
+        generated = super()._generate(prompts)
+        completions, masks = generated[1], generated[5].pop("sampling_mask", None)
         if self._truncation is not None:
             self._support = RolloutSupport(self, completions, masks)
         elif masks is not None:
             raise ValueError("rollout_func returned sampling_mask, and nothing truncates, or truncated_support=False")
-        return found
+        return generated
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
         batch: dict[str, Any]
@@ -421,11 +421,11 @@ def _refuse_config_of_another_loss(trainer: FusedGRPOTrainer) -> None:
     """Raises for the configuration of a variant of TRL, and for fields that nothing here reads."""
     kind = type(trainer.args)
     variants = [x for x in kind.__mro__ if issubclass(x, trl.GRPOConfig) and x is not trl.GRPOConfig]
-    of_trl = [x.__name__ for x in variants if x.__module__.partition(".")[0] == "trl"]
+    trl_variants = [x.__name__ for x in variants if x.__module__.partition(".")[0] == "trl"]
     known = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     unknown = [field.name for field in dataclasses.fields(kind) if field.name not in known]
-    if of_trl:
-        why = f"a {of_trl[0]}, of a loss that is not GRPOTrainer's"
+    if trl_variants:
+        why = f"a {trl_variants[0]}, of a loss that is not GRPOTrainer's"
     elif unknown and type(trainer) is FusedGRPOTrainer:
         why = f"a {kind.__name__} with {', '.join(unknown)}, which FusedGRPOTrainer does not read"
     else:
@@ -514,8 +514,8 @@ def _expert_counts(text_config: Any) -> tuple[int, int]:
 def _load_balancing(router_logits: Any, text_config: Any, attention_mask: Tensor | None) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    found: Any = load_balancing_loss_func(router_logits, *_expert_counts(text_config), attention_mask)
-    return found
+    loss: Any = load_balancing_loss_func(router_logits, *_expert_counts(text_config), attention_mask)
+    return loss
 
 
 class _FusedLogProbs:
@@ -526,8 +526,8 @@ class _FusedLogProbs:
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
         softcap: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = ("log_probs",),
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """hidden (N, H), targets (N,): (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None
-        for what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
+        """Returns, of hidden (N, H) and targets (N,), (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1),
+        each (N,), None for what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
         options: dict[str, Any] = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
         logps, entropy = fused_logps(
             hidden, weight, targets, lm_head_bias=bias, entropy="entropy" in outputs, **_head_options, **options,
@@ -549,15 +549,15 @@ def _statistics(
     head: HeadInputs, targets: Tensor, outputs: tuple[str, ...], options: dict[str, Any]
 ) -> list[Tensor | None]:
     """Returns what of _STATISTICS is in `outputs`, at the price of another product."""
-    found: dict[str, list[Tensor]] = {name: [] for name in _STATISTICS if name in outputs}
+    statistics: dict[str, list[Tensor]] = {name: [] for name in _STATISTICS if name in outputs}
     softcap = options["logit_softcap"]
     parts = zip(head.hidden.split(_STATISTICS_ROWS), targets.split(_STATISTICS_ROWS), strict=True)
-    for h, target in parts if found else ():
+    for h, target in parts if statistics else ():
         z = torch.nn.functional.linear(h, head.weight, head.bias).float() * options["logit_scale"]
         z = (z if softcap is None else torch.tanh(z / softcap) * softcap) / options["temperature"]
-        for name, values in found.items():
+        for name, values in statistics.items():
             values.append(_STATISTICS[name](z, target))
-    return [torch.cat(found[name]) if name in found else None for name in _STATISTICS]
+    return [torch.cat(statistics[name]) if name in statistics else None for name in _STATISTICS]
 
 
 # Private names of trl.trainer.utils, held by the tests for each release: the head's autograd.Function, and whether it

@@ -39,7 +39,8 @@ def divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """TRL's function of the same arguments: (loss (), sum of the student's entropies (), number of tokens ()).
+    """Computes what TRL's function of the same arguments does: (loss (), sum of the student's entropies (), number of
+    tokens ()).
 
     beta: 0 is forward_kl, 1 reverse_kl, between them jsd.
     """
@@ -59,7 +60,7 @@ def divergence_loss(
 
 
 def _detached(x: Tensor | None) -> Any:
-    """Without a gradient, and gathered where FSDP2 has sharded it."""
+    """Returns a tensor without a gradient, and gathered where FSDP2 has sharded it."""
     return None if x is None else full_weight(x.detach())
 
 

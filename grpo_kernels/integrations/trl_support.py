@@ -41,24 +41,24 @@ def truncation_of(trainer: Any) -> Truncation | None:
 
     Raises ValueError for options with which the kept ids do not follow from the model.
     """
-    args, given = trainer.args, dict[str, Any]()
+    args, settings = trainer.args, dict[str, Any]()
     if trainer.use_vllm:
-        given = {name: getattr(args, name) for name in (*_OFF, "temperature", "repetition_penalty")}
-        given |= {"structured_outputs": args.vllm_structured_outputs_regex, **(args.generation_kwargs or {})}
-        given["temperature"] = max(check_number("temperature", given["temperature"]), _LEAST_TEMPERATURE)
+        settings = {name: getattr(args, name) for name in (*_OFF, "temperature", "repetition_penalty")}
+        settings |= {"structured_outputs": args.vllm_structured_outputs_regex, **(args.generation_kwargs or {})}
+        settings["temperature"] = max(check_number("temperature", settings["temperature"]), _LEAST_TEMPERATURE)
         unset = _OFF
     else:  # transformers takes from the model's own configuration what is None, then from its defaults
-        given = trainer.model.generation_config.to_dict()
-        given |= {name: x for name, x in trainer.generation_kwargs.items() if x is not None}
+        settings = trainer.model.generation_config.to_dict()
+        settings |= {name: x for name, x in trainer.generation_kwargs.items() if x is not None}
         unset = {**_OFF, "top_k": _TOP_K_OF_TRANSFORMERS}
-    top_k, top_p, min_p = (default if given[name] is None else given[name] for name, default in unset.items())
+    top_k, top_p, min_p = (default if settings[name] is None else settings[name] for name, default in unset.items())
     top_k = max(check_count("top_k", top_k, least=-1), 0)  # -1 of vLLM: all
     rule = check_truncation(top_k, top_p, min_p, min_p_last=not trainer.use_vllm)
     if not rule.truncates(trainer.model.config.get_text_config().vocab_size):
         return None
-    changes = {name: given[name] for name, off in _REFUSED.items() if given.get(name) not in (None, off)}
-    if given["temperature"] != trainer.temperature:
-        changes["temperature"] = given["temperature"]
+    changes = {name: settings[name] for name, off in _REFUSED.items() if settings.get(name) not in (None, off)}
+    if settings["temperature"] != trainer.temperature:
+        changes["temperature"] = settings["temperature"]
     for name, value in changes.items():
         raise ValueError(
             f"{name}={value!r} of the sampler, with top_k={top_k}, top_p={top_p}, min_p={min_p}: the ids that it keeps "
@@ -89,15 +89,15 @@ class RolloutSupport:
         if self.engine is None:
             transform = options["temperature"], options["logit_scale"], options["logit_softcap"]
             inputs = hidden, weight, bias
-            found = support_under(self.rule, inputs, labels, mask, transform, options["logits_dtype"])
+            support = support_under(self.rule, inputs, labels, mask, transform, options["logits_dtype"])
         else:
             part = self.engine[self.row : self.row + len(labels)].to(labels.device)
-            found = SamplingMask(part.ids, pad(part.counts, (labels.size(1) - self.length, 0)))
+            support = SamplingMask(part.ids, pad(part.counts, (labels.size(1) - self.length, 0)))
             score = partial(fused_logps, hidden, weight, labels, completion_mask=mask, lm_head_bias=bias, **options)
-            found = replace(found, mass=(score()[0] - score(sampling_mask=found)[0]).exp())
+            support = replace(support, mass=(score()[0] - score(sampling_mask=support)[0]).exp())
         self.row += len(labels)
-        self.parts.append(found)
-        return found
+        self.parts.append(support)
+        return support
 
     def of_completions(self) -> SamplingMask:
         """Returns the kept ids of all rows, (B, T), with their mass."""

@@ -73,8 +73,8 @@ def register(
         neutral = dict(beta=0.0, entropy_coef=0.0, entropy_threshold=None, off_policy_mask_threshold=None)
         neutral |= dict(kl_clamp=None, use_bias_correction_kl=False)
         for option, value in neutral.items():
-            if (given := getattr(config, option)) != value:
-                raise ValueError(f"config.{option}={given}: verl's policy losses are not given what it needs")
+            if (configured := getattr(config, option)) != value:
+                raise ValueError(f"config.{option}={configured}: verl's policy losses are not given what it needs")
     _head_options.update(sparse_backward=sparse_backward, logits_dtype=logits_dtype)
     core = importlib.import_module("verl.trainer.ppo.core_algos")
     core.register_policy_loss(name)(partial(policy_loss, grpo_config=config))
@@ -174,12 +174,12 @@ def policy_loss(
 
 @lru_cache(maxsize=16)
 def _config(
-    given: GRPOConfig | None, aggregation: Aggregation, low: float, high: float, dual_clip: float
+    config: GRPOConfig | None, aggregation: Aggregation, low: float, high: float, dual_clip: float
 ) -> GRPOConfig:
     """Returns the loss that `register` was given, or verl's "vanilla" with these numbers of its configuration."""
-    if given is None:
-        given = GRPOConfig.preset("verl", epsilon_low=low, epsilon_high=high, dual_clip=dual_clip)
-    return replace(given, aggregation=aggregation, max_completion_length=None)
+    if config is None:
+        config = GRPOConfig.preset("verl", epsilon_low=low, epsilon_high=high, dual_clip=dual_clip)
+    return replace(config, aggregation=aggregation, max_completion_length=None)
 
 
 def _denominator(

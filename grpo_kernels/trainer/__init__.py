@@ -14,7 +14,7 @@ class RunError(ValueError):
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of somebody else's code as a part of a sentence: its type, and its text in one line."""
+    """Returns an error of somebody else's code as a part of a sentence: its type, and its text in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -24,14 +24,14 @@ PACKAGES |= {"yaml": "pyyaml", "math_verify": "math-verify"}
 
 
 def missing_packages(packages: dict[str, str] = PACKAGES) -> str:
-    """Which of these modules this environment lacks, as the end of a sentence; empty where it has all. packages: those
-    that they are in; default: what the trainer needs."""
+    """Returns which of these modules this environment lacks, as the end of a sentence; empty where it has all.
+    packages: those that they are in; default: what the trainer needs."""
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else ""
 
 
 def __getattr__(name: str) -> Any:
-    """`train` and `TrainArguments`, which need the packages of the extra: this module itself does not."""
+    """Imports `train` and `TrainArguments`, which need the packages of the extra: this module itself does not."""
     modules = {"train": "api", "TrainArguments": "arguments"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

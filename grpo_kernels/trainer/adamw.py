@@ -24,7 +24,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """closure: None, as everybody calls it here."""
+        """Makes a step. closure: None, as everybody calls it here."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p) for p in trained]
@@ -49,7 +49,7 @@ class MasterAdamW(torch.optim.AdamW):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, to the bit: torch casts a state to the type of its parameter."""
+        """Loads what `state_dict` gave, to the bit: torch casts a state to the type of its parameter."""
         super().load_state_dict(state_dict)
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -60,24 +60,24 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def is_low(p: Tensor) -> bool:
-    """Whether a parameter has fewer bits than float32."""
+    """Says whether a parameter has fewer bits than float32."""
     return p.is_floating_point() and p.dtype.itemsize < torch.float32.itemsize
 
 
 def check_state_of(optimizer: Any) -> None:
-    """Raise ValueError where a state that was loaded is not one of its parameters."""
+    """Raises ValueError where a state that was loaded is not one of its parameters."""
     for p, state in optimizer.state.items():
         expected = {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if is_low(p) else set())
         if state.keys() != expected or any(x.shape != p.shape for name, x in state.items() if name != "step"):
-            found = {name: tuple(x.shape) for name, x in state.items()}
-            raise ValueError(f"{found} is no state of AdamW for a parameter of shape {tuple(p.shape)} in {p.dtype}")
+            shapes = {name: tuple(x.shape) for name, x in state.items()}
+            raise ValueError(f"{shapes} is no state of AdamW for a parameter of shape {tuple(p.shape)} in {p.dtype}")
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], a: TrainArguments) -> torch.optim.AdamW:
-    """AdamW of the parameters that are trained, torch's own where all are of float32."""
+    """Returns AdamW of the parameters that are trained, torch's own where all are of float32."""
     trained = [p for p in parameters if p.requires_grad]
-    given: dict[str, Any] = {"weight_decay": 0.0} | (a.optim_args or {})
-    if not given.keys() <= set(ADAMW):
+    options: dict[str, Any] = {"weight_decay": 0.0} | (a.optim_args or {})
+    if not options.keys() <= set(ADAMW):
         raise ValueError(f"optim_args={a.optim_args}; expected no others than {', '.join(ADAMW)}")
     groups: list[dict[str, Any]] = [  # biases and norms do not decay
         {"params": [p for p in trained if p.dim() > 1]},
@@ -87,12 +87,12 @@ def make_optimizer(parameters: Iterable[nn.Parameter], a: TrainArguments) -> tor
     where, weight = f"learning_rate={a.learning_rate}, optim_args={a.optim_args}", nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     try:
-        if "betas" in given and len(given["betas"]) != 2:
+        if "betas" in options and len(options["betas"]) != 2:
             raise ValueError("expected two numbers as betas")
-        torch.optim.AdamW([weight], lr=a.learning_rate, **given).step()
-        found = kind([group for group in groups if group["params"]], lr=a.learning_rate, **given)
+        torch.optim.AdamW([weight], lr=a.learning_rate, **options).step()
+        optimizer = kind([group for group in groups if group["params"]], lr=a.learning_rate, **options)
     except Exception as error:  # of many types, as are the values of optim_args
         raise ValueError(f"{where}: {error}") from None
     if not 0 < weight.abs() < math.inf:
         raise ValueError(f"{where}: a step changes a weight of 0 by {abs(weight.item())}; expected a positive number")
-    return found
+    return optimizer

@@ -18,7 +18,7 @@ from .files import read_file
 from .loop import Trainer
 from .model import is_peft_model
 from .rewards.functions import name_of
-from .run import Given, Run
+from .run import Given, open_run
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,7 +36,7 @@ def train(
     *,
     processing_class: Any = None,
 ) -> dict[str, Any]:
-    """A GRPO run, as `grpo-kernels train` makes it.
+    """Makes a GRPO run, as `grpo-kernels train` does.
 
     Args:
         model: a folder or a name of transformers, or a model, which is trained where it is, without dropout. Of a
@@ -92,11 +92,11 @@ def train(
             raise ValueError("args.use_vllm=True with a model in memory; expected its folder: vLLM reads its own copy")
         name = f"a {type(model).__name__} given to train()"
         args = replace(args, dtype=dtype, model_name_or_path=name, use_peft=args.use_peft or whole is not model)
-        given = Given(data, rewards, processing_class, model)
+        objects = Given(data, rewards, processing_class, model)
     else:
-        args, given = replace(args, model_name_or_path=str(model)), Given(data, rewards, processing_class)
+        args, objects = replace(args, model_name_or_path=str(model)), Given(data, rewards, processing_class)
     try:
-        run = Run(args, given)
+        run = open_run(args, objects)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the half-made run and its lock
         raise

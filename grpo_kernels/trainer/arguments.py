@@ -206,16 +206,16 @@ class TrainArguments:
 
     @property
     def passes_per_rollout(self) -> int:
-        """Forward and backward passes of a rank on a rollout, each time that it is used."""
+        """Counts forward and backward passes of a rank on a rollout, each time that it is used."""
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps on a rollout."""
+        """Counts optimizer steps on a rollout."""
         return self.num_iterations * self.passes_per_rollout // self.gradient_accumulation_steps
 
     def rows_per_step(self, num_processes: int) -> int:
-        """Completions of an optimizer step, those of all processes together."""
+        """Counts completions of an optimizer step, those of all processes together."""
         return self.per_device_train_batch_size * num_processes * self.gradient_accumulation_steps
 
     def rows_per_rollout(self, num_processes: int) -> int:
@@ -223,34 +223,34 @@ class TrainArguments:
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling keeps a part of the vocabulary."""
+        """Says whether sampling keeps a part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
     def corrects(self) -> bool:
-        """Whether another engine sampled, so that its log-probabilities weight the loss."""
+        """Says whether another engine sampled, so that its log-probabilities weight the loss."""
         return self.use_vllm and (self.vllm_importance_sampling_mode != "none" or self.rollout_rs is not None)
 
     @property
     def distills_only(self) -> bool:
-        """Whether the loss is the divergence to the teacher alone."""
+        """Says whether the loss is the divergence to the teacher alone."""
         return self.teacher_model_name_or_path is not None and not self.reward_funcs
 
     @property
     def held_out_name(self) -> str | None:
-        """The data set that held-out prompts are from."""
+        """Returns the data set that held-out prompts are from."""
         return self.eval_dataset_name or self.dataset_name
 
     def is_given(self, name: str) -> bool:
-        """Whether an option differs from its default; of a field of the loss, whether loss_options hold it."""
+        """Says whether an option differs from its default; of a field of the loss, whether loss_options hold it."""
         if name in (self.loss_options or {}):
             return True
         return hasattr(type(self), name) and bool(getattr(self, name) != getattr(type(self), name))
 
     def loss_config(self) -> GRPOConfig:
-        """The loss: the preset with what was given."""
+        """Returns the loss: the preset with what was given."""
         fixed = GRPOConfig.preset(self.loss_type).aggregation == "fixed_length"
-        own: dict[str, Any] = {
+        from_options: dict[str, Any] = {
             "epsilon_low": self.epsilon,
             "epsilon_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
             "advantage_scale": self.scale_rewards,
@@ -259,29 +259,29 @@ class TrainArguments:
             "beta": self.beta,
         }
         further, where = self.loss_options or {}, f"loss_options={self.loss_options}"
-        if twice := own.keys() & further.keys():
+        if twice := from_options.keys() & further.keys():
             raise ValueError(f"{where}: {', '.join(sorted(twice))} has an option of its own")
         if known := further.keys() & {"logit_scale", "logit_softcap"}:
             raise ValueError(f"{where}: {', '.join(sorted(known))} is read from the model")
-        given = {name: value for name, value in own.items() if value is not None} | further
-        if isinstance(dtype := given.get("logits_dtype"), str):  # JSON has its name
-            given["logits_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
+        fields = {name: value for name, value in from_options.items() if value is not None} | further
+        if isinstance(dtype := fields.get("logits_dtype"), str):  # JSON has its name
+            fields["logits_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
         if self.teacher_model_name_or_path is not None:
-            given.setdefault("distill_coef", 1.0)
+            fields.setdefault("distill_coef", 1.0)
         try:
-            return GRPOConfig.preset(self.loss_type, **given)
+            return GRPOConfig.preset(self.loss_type, **fields)
         except TypeError as error:
             raise ValueError(f"{where}: {error}") from None
 
     def scoring_options(self) -> dict[str, Any]:
-        """Those of `fused_logps`, with which the policy's log-probabilities are those of the loss."""
+        """Returns options of `fused_logps`, with which the policy's log-probabilities are those of the loss."""
         config = self.loss_config()
         # loss=eager does not have logits_dtype.
         dtype = {} if config.logits_dtype is None else {"logits_dtype": config.logits_dtype}
         return {"temperature": config.temperature, **dtype}
 
     def check_values(self) -> None:
-        """Raise TypeError or ValueError for an option of another type or out of range, by its name."""
+        """Raises TypeError or ValueError for an option of another type or out of range, by its name."""
         for name, kind in KINDS.items():
             if (value := getattr(self, name)) is None and kind.optional:
                 continue
@@ -300,7 +300,7 @@ class TrainArguments:
                     raise ValueError(f"{name}={one}; expected {kind.expected}")
 
     def check(self, num_processes: int) -> None:
-        """Raise TypeError or ValueError for options that `check_values` refuses, contradict each other or have no
+        """Raises TypeError or ValueError for options that `check_values` refuses, contradict each other or have no
         effect, by name."""
         self.check_values()
         if self.rollout_rs is not None:
@@ -316,7 +316,7 @@ class TrainArguments:
                 check_source(name, source, "dataset" if "dataset" in name else "model")
 
     def _contradictions(self, num_processes: int) -> Iterator[tuple[bool, str]]:
-        """(whether it is so, what is wrong) of options that are right one by one."""
+        """Returns (whether it is so, what is wrong) of options that are right one by one."""
         a, config = self, self.loss_config()
         passes, rows = a.passes_per_rollout, a.rows_per_rollout(num_processes)
         teaches = a.teacher_model_name_or_path is not None
@@ -358,7 +358,7 @@ class TrainArguments:
         )  # fmt: skip
 
     def _without_effect(self, num_processes: int) -> Iterator[tuple[bool, str]]:
-        """The same of options, and fields of loss_options, that change nothing."""
+        """Returns the same of options, and fields of loss_options, that change nothing."""
         a = self
         for name, data in (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name)):
             other = "" if a.eval_dataset_name else "; eval_dataset_name takes another one"
@@ -416,7 +416,7 @@ def json_object(text: str) -> Json:
 
 
 def make_parser(command: str) -> argparse.ArgumentParser:
-    """The options of `TrainArguments`, in groups. What is not given is not in the namespace."""
+    """Returns a parser of the options of `TrainArguments`, in groups. What is not given is not in the namespace."""
     parser = argparse.ArgumentParser(
         prog=f"grpo-kernels {command}", usage="%(prog)s [options]", description=DESCRIPTIONS[command],
         allow_abbrev=False, argument_default=argparse.SUPPRESS,
@@ -441,7 +441,8 @@ def make_parser(command: str) -> argparse.ArgumentParser:
 
 
 def add_option(group: Any, field: str, text: str) -> None:
-    """Add the option of a field of `TrainArguments`, whose type says how it is read and what is shown of its values."""
+    """Adds the option of a field of `TrainArguments`, whose type says how it is read and what is shown of its
+    values."""
     kind, name = KINDS[field], f"--{field.replace('_', '-')}"
     if kind.type is bool:
         group.add_argument(name, type=boolean, nargs="?", const=True, metavar="true", help=text)
@@ -454,8 +455,8 @@ def add_option(group: Any, field: str, text: str) -> None:
 
 
 def suggestion(name: str) -> str:
-    """The option that a wrong name most likely means, or what does the work of one that is no more, as the end of a
-    sentence; '' where neither is near."""
+    """Returns the option that a wrong name most likely means, or what does the work of one that is no more, as the end
+    of a sentence; '' where neither is near."""
     name = name.lstrip("-").split("=")[0].replace("-", "_")
     if name in REMOVED:
         return f" (this option was removed: {REMOVED[name]})"
@@ -464,24 +465,24 @@ def suggestion(name: str) -> str:
 
 
 def parse(argv: Sequence[str], command: str = "train", preset: Sequence[str] = ()) -> TrainArguments:
-    """The options from a command line, on top of those of the YAML file that --config names, on top of the words
-    `preset`. command: whose usage --help and errors show. Ends the process, as argparse does, for an unknown option and
-    a value of another type."""
+    """Returns the options from a command line, on top of those of the YAML file that --config names, on top of the
+    words `preset`. command: whose usage --help and errors show. Ends the process, as argparse does, for an unknown
+    option and a value of another type."""
     parser = make_parser(command)
 
     def read(words: Sequence[str]) -> dict[str, Any]:
-        own = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in words]
-        found, rest = parser.parse_known_args(own)
+        spelled = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in words]
+        namespace, rest = parser.parse_known_args(spelled)
         if rest:
             words = [f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest]
             parser.error(f"unrecognized arguments: {' '.join(words)}")
-        return vars(found)
+        return vars(namespace)
 
-    own = read(argv)
-    given = read(preset) | (_from_yaml(own["config"]) if "config" in own else {}) | own
-    given = {name: value for name, value in given.items() if name in KINDS}
-    arithmetic = not {"model_name_or_path", "dataset_name"} & given.keys()
-    return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | given)
+    from_line = read(argv)
+    options = read(preset) | (_from_yaml(from_line["config"]) if "config" in from_line else {}) | from_line
+    options = {name: value for name, value in options.items() if name in KINDS}
+    arithmetic = not {"model_name_or_path", "dataset_name"} & options.keys()
+    return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | options)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -494,8 +495,8 @@ _Loader.add_implicit_resolver(
 
 
 def _from_yaml(path: str) -> dict[str, Any]:
-    """The options of a file; without those that are null."""
-    found: dict[str, Any] = {}
+    """Returns the options of a file; without those that are null."""
+    options: dict[str, Any] = {}
     try:
         loader = _Loader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -505,16 +506,16 @@ def _from_yaml(path: str) -> dict[str, Any]:
             name = str(key.value).replace("-", "_")
             if name not in KINDS:
                 raise ValueError(f"{key.value!r} is no option of a run{suggestion(name)}")
-            if name in found:
+            if name in options:
                 raise ValueError(f"{name} is there twice")
-            found[name] = _value_of(value, KINDS[name], loader)
+            options[name] = _value_of(value, KINDS[name], loader)
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"config={path}: {error}; expected options, one 'name: value' a line") from None
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _value_of(node: yaml.Node, kind: Kind, loader: _Loader) -> Any:
-    """The value of an option; of one that is a text what stands there, a date or a number as it may look."""
+    """Returns the value of an option; of one that is a text what stands there, a date or a number as it may look."""
     if kind.several:
         nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
         values = [_value_of(one, kind._replace(several=False), loader) for one in nodes]
@@ -525,5 +526,5 @@ def _value_of(node: yaml.Node, kind: Kind, loader: _Loader) -> Any:
 
 
 def to_json(arguments: TrainArguments, num_processes: int) -> dict[str, Any]:
-    """What config.json holds."""
+    """Returns what config.json holds."""
     return plain(dataclasses.asdict(arguments) | {"processes": num_processes})

@@ -36,7 +36,8 @@ CAREFUL_SHARE = 0.3  # of the demonstrations; the other teacher forgets to carry
 
 
 def tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """A token per character; `decode` gives each id a text of its own, those of no character included.
+    """Returns a tokenizer with a token per character; `decode` gives each id a text of its own, those of no character
+    included.
 
     Padding is the end of sequence, as in many chat models: a completion is masked by position, never by id, and there
     is no padding id that could vanish from the middle of a decoded completion.
@@ -55,7 +56,7 @@ def start_model(
     folder: str | Path, *, seed: int, vocab_size: int = 2048, hidden_size: int = 128, num_layers: int = 2,
     max_steps: int = WARMUP_STEPS, quiet: bool = False,
 ) -> None:  # fmt: skip
-    """Make a model and its tokenizer, warm the model up, and save both into `folder`.
+    """Makes a model and its tokenizer, warms the model up, and saves both into `folder`.
 
     The folder appears when it is complete. The same seed gives the same bits (on one machine, with the same number of
     threads); the global random numbers stay as they are.
@@ -76,7 +77,7 @@ def start_model(
 
 
 def careless_answer(prompt: str) -> str:
-    """The sum digit by digit without carrying: right for 3 problems in 10."""
+    """Returns the sum digit by digit without carrying: right for 3 problems in 10."""
     a, b = (int(x) for x in prompt.rstrip("=").split("+"))
     tens, ones = (a // 10 + b // 10) % 10, (a + b) % 10
     return str(10 * tens + ones)[::-1]
@@ -85,7 +86,7 @@ def careless_answer(prompt: str) -> str:
 def _warm_up(
     model: LlamaForCausalLM, words: PreTrainedTokenizerFast, seed: int, *, max_steps: int, quiet: bool
 ) -> None:
-    """Next-token training on demonstrations, of which a share CAREFUL_SHARE is right and the others forget to carry.
+    """Trains the next token of demonstrations, of which a share CAREFUL_SHARE is right and the others forget to carry.
 
     The model learns both ways and prefers the wrong one: greedy decoding solves what needs no carry, 3 problems in
     10, and samples hold right and wrong answers, which is what GRPO learns from. Ends when the smoothed loss reaches
@@ -116,7 +117,8 @@ def _warm_up(
 
 
 def _demonstrations(batch: list[dict[str, str]], words: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """(ids (B, PROMPT_LENGTH + MAX_COMPLETION_LENGTH), labels (B, MAX_COMPLETION_LENGTH), -100 after the end)."""
+    """Returns (ids (B, PROMPT_LENGTH + MAX_COMPLETION_LENGTH), labels (B, MAX_COMPLETION_LENGTH), -100 after the
+    end)."""
     careful = (torch.rand(len(batch)) < CAREFUL_SHARE).tolist()
     answers = [
         row["answer"] if right else careless_answer(row["prompt"]) for row, right in zip(batch, careful, strict=True)

@@ -21,8 +21,8 @@ from .rollout import Completion, padded
 
 
 def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
-    """Index of the last token of each step of the text that rewards get. A delimiter ends a step, with the token that
-    completes it; the last step ends with the completion.
+    """Returns the index of the last token of each step of the text that rewards get. A delimiter ends a step, with the
+    token that completes it; the last step ends with the completion.
 
     "a\\nbc\\nd" in tokens "a", "\\n", "bc", "\\nd"  ->  [1, 3, 3]
     """
@@ -36,24 +36,25 @@ def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
 
 
 def complete_characters(ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """How many characters of the decoded text are there with each token. One that lacks some of its bytes is not.
+    """Returns how many characters of the decoded text are there with each token. One that lacks some of its bytes is
+    not.
 
     Decoders join tokens to characters and strip a first blank. So a token is decoded behind a whole piece of the text
     before it; behind all of it, the time would be quadratic.
     """
-    found, first, read, before, known = [0], 0, 0, 0, 0
+    counts, first, read, before, known = [0], 0, 0, 0, 0
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[first:count], skip_special_tokens=True)
         length = len(text.rstrip("\ufffd"))
-        found.append(max(found[-1], known + length - before))
+        counts.append(max(counts[-1], known + length - before))
         if before < length == len(text) or count - read == 8:  # bytes that are no character
-            known, first, read = found[-1], read, count
+            known, first, read = counts[-1], read, count
             before = len(tokenizer.decode(ids[first:read], skip_special_tokens=True).rstrip("\ufffd"))
-    return found[1:]
+    return counts[1:]
 
 
 def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int) -> None:
-    """Set `advantage` of each completion: () from its reward, or (T,) from the rewards of its steps.
+    """Sets `advantage` of each completion: () from its reward, or (T,) from the rewards of its steps.
 
     A completion without a verdict is out of its group's mean and standard deviation, and has advantage 0.
     """
@@ -77,8 +78,8 @@ def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_gen
     rewards = _right_padded([torch.tensor(c.steps or (), dtype=torch.float32) for c in rollout], math.nan, "cpu")
     ends = _right_padded([torch.tensor(c.step_ends or (), dtype=torch.int64) for c in rollout], 0, "cpu")
     length = max(len(c.ids) for c in rollout)
-    found = process_advantages(rewards, ends, length, **options)
-    for c, advantage in zip(rollout, found, strict=True):
+    advantages = process_advantages(rewards, ends, length, **options)
+    for c, advantage in zip(rollout, advantages, strict=True):
         c.advantage = advantage.new_zeros(len(c.ids)) if math.isnan(c.reward) else advantage[: len(c.ids)].clone()
 
 
@@ -87,17 +88,18 @@ def groups_of(rows: Sequence[Completion], num_generations: int) -> list[list[Com
 
 
 def without_gradient(group: Sequence[Completion]) -> bool:
-    """Whether all advantages of a group are 0: equal rewards, or none."""
+    """Says whether all advantages of a group are 0: equal rewards, or none."""
     return all(not c.advantage.any() for c in group if c.advantage is not None)
 
 
 def is_scored(c: Completion, arguments: TrainArguments) -> bool:
-    """Whether the tokens of a completion are in the loss."""
+    """Says whether the tokens of a completion are in the loss."""
     return not c.dropped and (c.ended or not arguments.mask_truncated_completions)
 
 
 def denominators(rows: Sequence[Completion], config: GRPOConfig, arguments: TrainArguments) -> tuple[float, float]:
-    """(of the loss, of the entropy bonus) for all rows of an optimizer step, over all ranks and passes.
+    """Returns denominators (of the loss, of the entropy bonus) for all rows of an optimizer step, over all ranks and
+    passes.
 
     Sums over passes and ranks divided by these are the loss of one large batch, whatever the split.
     """
@@ -112,7 +114,8 @@ def denominators(rows: Sequence[Completion], config: GRPOConfig, arguments: Trai
 
 
 def model_inputs(rows: Sequence[Completion], arguments: TrainArguments, pad_id: int, device: Any) -> dict[str, Any]:
-    """What log-probabilities need: prompts padded on the left, completions on the right; masks go by position."""
+    """Returns what log-probabilities need: prompts padded on the left, completions on the right; masks go by
+    position."""
     prompts, prompt_mask = padded([c.prompt_ids for c in rows], pad_id, device, left=True)
     ids, present = padded([c.ids for c in rows], pad_id, device, left=False)
     scored = torch.tensor([is_scored(c, arguments) for c in rows], device=device)
@@ -133,7 +136,7 @@ def model_inputs(rows: Sequence[Completion], arguments: TrainArguments, pad_id: 
 
 
 def assign_weights(rollout: Sequence[Completion], arguments: TrainArguments, device: Any) -> None:
-    """Set `weight` of each completion of a whole rollout, of which every rank has all. What is rejected gets 0, or
+    """Sets `weight` of each completion of a whole rollout, of which every rank has all. What is rejected gets 0, or
     leaves the mask as `rejected`."""
     a = arguments
     old, sampled = (_joined([getattr(c, name) for c in rollout], device) for name in ("old_logps", "logps"))
@@ -157,20 +160,20 @@ def assign_weights(rollout: Sequence[Completion], arguments: TrainArguments, dev
 
 
 def loss_inputs(rows: Sequence[Completion], device: Any) -> dict[str, Any]:
-    """What the loss needs beside `model_inputs`."""
-    found: dict[str, Any] = {}
+    """Returns what the loss needs beside `model_inputs`."""
+    inputs: dict[str, Any] = {}
     for name, source in (
         ("advantages", "advantage"), ("old_logps", "old_logps"), ("ref_logps", "ref_logps"), ("rollout_logps", "logps"),
         ("rollout_weights", "weight"),
     ):  # fmt: skip
         values = [getattr(c, source) for c in rows]
         if all(v is not None for v in values):
-            found[name] = _joined(values, device)
-    return found
+            inputs[name] = _joined(values, device)
+    return inputs
 
 
 def _joined(rows: Sequence[Tensor], device: Any) -> Tensor:
-    """(B,) of scalars, or (B, T) padded with 0."""
+    """Returns (B,) of scalars, or (B, T) padded with 0."""
     return _right_padded(rows, 0.0, device) if rows[0].dim() else torch.stack(list(rows)).to(device)
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from . import RunError, reason_of
+from .adamw import is_low
 from .arguments import TrainArguments, to_json
+from .decoding import MIB
 from .files import CHECKSUMS, checksums, discard, read_file
 from .ranks import whole
 from .rollout import Completion
@@ -63,17 +66,18 @@ class Progress:
 
 
 def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | None:
-    """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
+    """Returns the checkpoint to go on from, if any. Raises where the folder holds a run that these options do not
+    continue."""
     requested, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
     checkpoint = find_checkpoint(folder, requested)
     continues = requested is not None and os.path.lexists(saved)
     if checkpoint is not None:  # a link in the folder, or a link to one in the folder, is one of the folder
         continues = folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
         saved = checkpoint / RUN
-    own = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if os.path.lexists(path))
-    if own and not continues:
+    existing = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if os.path.lexists(path))
+    if existing and not continues:
         raise ValueError(
-            f"output_dir={folder} holds another run ({', '.join(own[:3])} ...); expected a new folder, or "
+            f"output_dir={folder} holds another run ({', '.join(existing[:3])} ...); expected a new folder, or "
             "--resume-from-checkpoint auto"
         )
     if checkpoint is not None or continues:
@@ -84,9 +88,9 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Folders checkpoint-N, the newest first."""
-    found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted(found, key=_step_of, reverse=True)
+    """Returns the folders checkpoint-N, the newest first."""
+    folders = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(folders, key=_step_of, reverse=True)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -94,15 +98,38 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def prune(output: Path, limit: int | None, step: int) -> None:
-    """Keep `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one. Of a
-    link to another place the link goes."""
+    """Keeps `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one. Of
+    a link to another place the link goes."""
     written = [folder for folder in checkpoints(output) if _step_of(folder) <= step]
     for folder in written[limit or sys.maxsize :]:
         discard(folder)
 
 
+def bytes_of_checkpoint(policy: Any, a: TrainArguments) -> int:
+    """Returns bytes of weights (of an adapter the trained ones), AdamW's state and the reference policy; the rest is
+    little."""
+    size = 0
+    for p in policy.parameters():
+        if p.requires_grad:
+            size += p.numel() * (p.itemsize * (1 + bool(a.beta)) + (12 if is_low(p) else 8))
+        elif not a.use_peft:
+            size += p.numel() * p.itemsize
+    return size
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raises ValueError where a checkpoint of so many bytes has no room on the disk of a folder that may not be made
+    yet."""
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    needed, free = size / MIB, shutil.disk_usage(parent).free / MIB
+    if free < needed:
+        sizes = f"a checkpoint takes {needed:,.1f} MiB, its disk has {free:,.1f} MiB left"
+        raise ValueError(f"output_dir={folder}: {sizes}")
+
+
 def find_checkpoint(output: Path, requested: str | None) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names; None where there is none. 'auto': the newest sound one.
+    """Returns the checkpoint that `resume_from_checkpoint` names; None where there is none. 'auto': the newest sound
+    one.
 
     Damaged ones are skipped with a warning. Raises RunError for a named one that is not sound.
     """
@@ -118,16 +145,16 @@ def find_checkpoint(output: Path, requested: str | None) -> Path | None:
 
 
 def _problem(folder: Path) -> str | None:
-    """Why a folder is no sound checkpoint of this trainer, or None."""
+    """Says why a folder is no sound checkpoint of this trainer; None where it is one."""
     if not folder.is_dir():
         return "there is no such folder"
     if not os.path.lexists(folder / CHECKSUMS):
         return "it holds no checksums.json: it was not written by grpo-kernels train"
     try:
-        sums, found = dict(json.loads(read_file(folder / CHECKSUMS))), checksums(folder)
-        if missing := sums.keys() - found.keys():
+        sums, actual = dict(json.loads(read_file(folder / CHECKSUMS))), checksums(folder)
+        if missing := sums.keys() - actual.keys():
             return f"it has lost {', '.join(sorted(missing))}"
-        if wrong := [name for name in sums if found[name] != sums[name]]:
+        if wrong := [name for name in sums if actual[name] != sums[name]]:
             return f"{', '.join(wrong)} is damaged: its checksum differs"
         if missing := {RUN, STATE} - sums.keys():
             return f"it lacks {', '.join(sorted(missing))}"
@@ -145,13 +172,14 @@ def _problem(folder: Path) -> str | None:
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The Euclidean norm of all floating-point tensors: NaN or infinite where one of their numbers is, or is far beyond
-    what a model computes with (1e19). Of tensors that FSDP2 shards it is a collective operation."""
+    """Returns the Euclidean norm of all floating-point tensors: NaN or infinite where one of their numbers is, or is
+    far beyond what a model computes with (1e19). Of tensors that FSDP2 shards it is a collective operation."""
     return float(whole(get_total_norm([x for x in tensors if x.is_floating_point() and x.numel()])))
 
 
 def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any], Progress]:
-    """What STATE of a checkpoint holds: optimizer, scheduler, reference policy, and progress with the rollout in use.
+    """Returns what STATE of a checkpoint holds: optimizer, scheduler, reference policy, and progress with the rollout
+    in use.
 
     Raises RunError where it is not as `Run.save` writes it, whatever its checksum.
     """
@@ -170,7 +198,7 @@ def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any]
 
 
 def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
-    """Raise RunError where the options of a run, saved in the file `path`, differ from these."""
+    """Raises RunError where the options of a run, saved in the file `path`, differ from these."""
     config = to_json(a, num_processes)
     try:
         saved = dict(json.loads(read_file(path)))
@@ -194,20 +222,20 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
 
 
 def fingerprint_of_weights(lm: Any) -> str:
-    """A hash of the parameters that are not trained: of their names, types and shapes, and of the sums of the bits of
-    their rows, which are exact in any order, and read as fast as memory is."""
-    found = hashlib.sha256()
+    """Returns a hash of the parameters that are not trained: of their names, types and shapes, and of the sums of the
+    bits of their rows, which are exact in any order, and read as fast as memory is."""
+    digest = hashlib.sha256()
     for name, tensor in lm.named_parameters():
         if not tensor.requires_grad:
-            found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
             rows = tensor.detach().reshape(-1, max(1, *tensor.shape[-1:])).contiguous().view(torch.uint8)
             bits = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
-            found.update(bits.sum(-1, dtype=torch.int64).cpu().numpy().tobytes())
-    return found.hexdigest()
+            digest.update(bits.sum(-1, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_state(checkpoint: Path, a: TrainArguments, inputs: dict[str, str]) -> None:
-    """Raise RunError where a run of the same options cannot go on from the state in a checkpoint. inputs: fingerprints
+    """Raises RunError where a run of the same options cannot go on from the state in a checkpoint. inputs: fingerprints
     of what it does not hold, by the options that name it."""
     state, progress = read_checkpoint(checkpoint, mmap=True)
     for option, now in inputs.items():

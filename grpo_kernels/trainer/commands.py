@@ -12,18 +12,19 @@ from pathlib import Path
 from . import RunError, evaluate
 from . import demo as demonstration
 from .arguments import DEMO, TrainArguments, make_parser, parse
+from .checkpoint import bytes_of_checkpoint, check_room
 from .decoding import MIB
 from .loop import Trainer
-from .memory import peak, restart_peak
+from .memory import advice_on_memory, peak, restart_peak
 from .ranks import Ranks
 from .records import counted
-from .run import Run, advice_on_memory
+from .run import Run, open_run
 from .tasks import ARITHMETIC_MODEL
 
 
 def train(argv: Sequence[str], command: str = "train", preset: Sequence[str] = ()) -> int:
-    """A run; the exit status is 0, 2 for bad input, 1 for a run that cannot go on (rewards that fail, a full disk),
-    128 + the signal that ended the run."""
+    """Makes a run; returns the exit status: 0, 2 for bad input, 1 for a run that cannot go on (rewards that fail, a
+    full disk), 128 + the signal that ended the run."""
 
     def failed(error: object, status: int) -> int:
         print(f"grpo-kernels {command}: {error}", file=sys.stderr)
@@ -34,7 +35,7 @@ def train(argv: Sequence[str], command: str = "train", preset: Sequence[str] = (
         arguments = parse(argv, command, preset)
         if arguments.dry_run:
             return dry_run(arguments)
-        run = Run(arguments)
+        run = open_run(arguments)
         return Trainer(run).train()
     except BrokenPipeError:  # what was told is not read any more: no sentence helps
         raise
@@ -52,8 +53,8 @@ def train(argv: Sequence[str], command: str = "train", preset: Sequence[str] = (
 
 
 def demo(argv: Sequence[str]) -> int:
-    """A run of `train` with options for the arithmetic model or a chat model, into grpo-demo. One that was interrupted
-    goes on."""
+    """Makes a run of `train` with options for the arithmetic model or a chat model, into grpo-demo. One that was
+    interrupted goes on."""
     options, _ = make_parser("demo").parse_known_args(argv)
     preset = [f"--output-dir={DEMO['output_dir']}", "--resume-from-checkpoint=auto"]
     try:
@@ -71,17 +72,17 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demo": demo, "train": tr
 
 
 def dry_run(arguments: TrainArguments) -> int:
-    """Set up, make one optimizer step, say what it took, and leave nothing behind. Bad input raises ValueError."""
+    """Sets up, makes one optimizer step, says what it took, and leaves nothing behind. Bad input raises ValueError."""
     ranks = Ranks(use_cpu=arguments.use_cpu)
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(ranks.gather([folder])[0], "run"))
-        run = Run(dataclasses.replace(
+        run = open_run(dataclasses.replace(
             arguments, output_dir=output, resume_from_checkpoint=None, logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
             with run.ranks.raise_on_all():
                 if run.accelerator.is_main_process:
-                    run.check_room(Path(arguments.output_dir).absolute())
+                    check_room(Path(arguments.output_dir).absolute(), bytes_of_checkpoint(run.policy, run.arguments))
             _one_step(run)
         finally:
             run.close()
@@ -104,7 +105,7 @@ def _one_step(run: Run) -> None:
     if before is not None:
         more = (peak(device) - before) / MIB
         print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
-    print(f"disk       {run.bytes_of_checkpoint() / MIB:,.1f} MiB for a checkpoint")
+    print(f"disk       {bytes_of_checkpoint(run.policy, a) / MIB:,.1f} MiB for a checkpoint")
     if run.bare_policy.decoder is not None and run.bare_policy.decoder.memory:
         print(f"sampling   {run.bare_policy.decoder.memory}")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")

@@ -46,7 +46,7 @@ GIVEN_ROWS = ("the rows of train_dataset", "the rows of eval_dataset")  # as dat
 
 
 def is_one_split(name: str | None) -> bool:
-    """Whether a data set of that name has no splits to choose from: a file, or rows that Python passed."""
+    """Says whether a data set of that name has no splits to choose from: a file, or rows that Python passed."""
     return name is not None and (name.endswith(FILES) or name in GIVEN_ROWS)
 
 
@@ -56,7 +56,7 @@ def load_prompts(
     answer_column: str | None = None, system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:  # fmt: skip
-    """The prompts of `source`, in its order.
+    """Returns the prompts of `source`, in its order.
 
     source: the name of a generated task (tasks.py), with the splits "train" and "test"; a file, which is one split,
     whatever `split` says; a folder or a name on the hub, with its `config` and `split`; or the rows themselves. A
@@ -74,8 +74,8 @@ def load_prompts(
     outer = answer_column if answer_column in rows[0] else (answer_column or "").partition(".")[0] or None
     for option, name in (("prompt_column", prompt_column), ("answer_column", outer)):
         if name is not None and name not in rows[0]:
-            found = ", ".join(map(repr, rows[0])) or "no columns"
-            raise ValueError(f'{where} has no column "{name}"; found {found}: {option} names it')
+            columns = ", ".join(map(repr, rows[0])) or "no columns"
+            raise ValueError(f'{where} has no column "{name}"; found {columns}: {option} names it')
     if answer_column not in (None, "answer") and "answer" in rows[0]:
         raise ValueError(f"{where} has a column 'answer' beside answer_column={answer_column}; rename or drop one")
     variables = dict(chat_template_kwargs or {})
@@ -129,13 +129,13 @@ def load_prompts(
 
 
 def is_flat(value: Any, levels: int = MOST_LEVELS) -> bool:
-    """Whether lists and objects are nested at most so many levels deep."""
+    """Says whether lists and objects are nested at most so many levels deep."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return levels > 0 and all(is_flat(part, levels - 1) for part in parts if isinstance(part, (dict, list, tuple)))
 
 
 def check_source(option: str, name: str | Path, kind: str = "model") -> None:
-    """Raise ValueError where `name` is neither here nor at the hub, or that is not reached: without this, transformers
+    """Raises ValueError where `name` is neither here nor at the hub, or that is not reached: without this, transformers
     and datasets ask it for half a minute for each file. kind: "model", "dataset"."""
     path, name = Path(name), str(name)
     if path.exists() or name in TASKS:
@@ -159,23 +159,23 @@ def check_source(option: str, name: str | Path, kind: str = "model") -> None:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """A hash of all that a run takes from its prompts, the same in every process. Raises ValueError for a column of
-    what cannot be compared (an open file, say)."""
-    found = hashlib.sha256()
+    """Returns a hash of all that a run takes from its prompts, the same in every process. Raises ValueError for a
+    column of what cannot be compared (an open file, say)."""
+    digest = hashlib.sha256()
     for row, prompt in enumerate(prompts):
-        found.update(repr(prompt.ids).encode())
+        digest.update(repr(prompt.ids).encode())
         for name, value in prompt.columns.items():
             try:
-                found.update(repr((name, canonical(value))).encode())
+                digest.update(repr((name, canonical(value))).encode())
             except Exception as error:  # objects raise what they like
                 reason = f"{type(value).__name__}, which no later run could compare: {reason_of(error)}"
                 raise ValueError(f"the data, row {row}: the column {name!r} holds a {reason}") from error
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def canonical(value: Any) -> str:
-    """A text that equal values have in every process. Of repr that is not so: sets come in any order, objects show
-    their address, large arrays a part."""
+    """Returns a text that equal values have in every process. Of repr that is not so: sets come in any order, objects
+    show their address, large arrays a part."""
     if type(value) in (str, bytes, bool, int, float, complex, type(None)):
         return repr(value)
     if isinstance(value, (set, frozenset)):
@@ -194,7 +194,7 @@ def canonical(value: Any) -> str:
 
 
 def take(num_prompts: int, position: int, count: int, seed: int) -> list[int]:
-    """Indices of the prompts at position, ..., position + count - 1 of an endless order: that of a run.
+    """Returns the indices of the prompts at position, ..., position + count - 1 of an endless order: that of a run.
 
     Each epoch is a permutation of its own, made from (seed, epoch).
     A function of its arguments alone: a run that resumes needs no more than its position.
@@ -238,7 +238,7 @@ def _read_rows(source: str, split: str, config: str | None) -> Iterable[Any]:
 
 
 def _read_csv(path: Path) -> list[Any]:
-    """The first line has the names; all values are text, as which datasets would not take them."""
+    """Reads a table whose first line has the names; all values are text, as which datasets would not take them."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file, strict=True))
     if any(None in row for row in rows):
@@ -247,7 +247,7 @@ def _read_csv(path: Path) -> list[Any]:
 
 
 def _read_json(text: str) -> list[Any]:
-    """The rows of a list of objects, or of an object a line."""
+    """Returns the rows of a list of objects, or of an object a line."""
     if text.lstrip()[:1] == "[":
         return list(from_json(text, "it"))
     lines = enumerate(text.split("\n"), start=1)
@@ -255,7 +255,7 @@ def _read_json(text: str) -> list[Any]:
 
 
 def from_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON; raises ValueError where it is none, with `where` it stands."""
+    """Parses JSON; raises ValueError where it is none, with `where` it stands."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # the latter of lists within lists, some hundred deep
@@ -283,7 +283,7 @@ def _part(row: Row, path: str) -> Any:
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:
-    """The prompt as messages that begin with the system's."""
+    """Returns the prompt as messages that begin with the system's."""
     if system is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -293,18 +293,18 @@ def _with_system(prompt: Any, system: str | None) -> Any:
 
 
 def _messages(prompt: Any) -> Any:
-    """A prompt: text, or messages whose content is text, from texts in a row joined where it is parts. A message with
-    tool_calls may have none. Fields that are None are what other rows have."""
+    """Returns a prompt: text, or messages whose content is text, from texts in a row joined where it is parts. A
+    message with tool_calls may have none. Fields that are None are what other rows have."""
     if isinstance(prompt, str):
         return prompt
     if not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
         raise ValueError(f"the prompt is {prompt!r:.80}; expected a text or a list of messages with role and content")
-    found = []
-    for number, given in enumerate(prompt):
-        message = {name: value for name, value in given.items() if value is not None}
+    messages = []
+    for number, fields in enumerate(prompt):
+        message = {name: value for name, value in fields.items() if value is not None}
         content, where = message.get("content", ""), f"message {number} of the prompt"
         if not isinstance(message.get("role"), str) or ("content" not in message and not message.get("tool_calls")):
-            raise ValueError(f"{where} is {given!r:.80}; expected role and content, or tool_calls for content")
+            raise ValueError(f"{where} is {fields!r:.80}; expected role and content, or tool_calls for content")
         if isinstance(content, list):
             for part in content:
                 if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
@@ -312,12 +312,12 @@ def _messages(prompt: Any) -> Any:
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             raise ValueError(f"{where} has the content {content!r:.60}; expected a text, or a list of parts of text")
-        found.append({**message, "content": content})
-    return found
+        messages.append({**message, "content": content})
+    return messages
 
 
 def check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raise ValueError for variables of a chat template that it does not read, or that are none."""
+    """Raises ValueError for variables of a chat template that it does not read, or that are none."""
     if not variables:
         return
     if tokenizer.chat_template is None:
@@ -332,8 +332,8 @@ def check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:
 
 
 def _encode_messages(messages: list[Any], tokenizer: Any, variables: Mapping[str, Any]) -> tuple[list[int], str]:
-    """Token ids of messages by the chat template, and what it puts before a last message of the assistant that is left
-    out.
+    """Returns token ids of messages by the chat template, and what it puts before a last message of the assistant that
+    is left out.
 
     Such a message goes on, to the letter, from where a reply begins. A template may put more before it, an empty
     thought, say, or cut blanks off its end.
@@ -375,8 +375,8 @@ def _encode_text(prompt: str, tokenizer: Any) -> tuple[list[int], bool]:
     try:
         ids: list[int] = tokenizer(prompt)["input_ids"]
         if ids[-1:] == [tokenizer.eos_token_id]:
-            own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            appended = ids[len(ids) - len(own) :] != own
+            text_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            appended = ids[len(ids) - len(text_ids) :] != text_ids
             ids = ids[: len(ids) - appended]
     except Exception as error:  # half of a surrogate pair, which JSON can hold, is a TypeError of some
         raise ValueError(f"the tokenizer refuses the prompt {prompt!r:.80}: {error}") from error

@@ -51,11 +51,11 @@ class Decoder:
         self.release()
 
     def release(self) -> None:
-        """Free all memory."""
+        """Frees all memory."""
         self.ids = self.mask = self.cache = None
 
     def make_room(self) -> None:
-        """Free what the updates after a rollout may need."""
+        """Frees what the updates after a rollout may need."""
         self.release()
 
     def start(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Decoder:
         return self._call()
 
     def select(self, values: Tensor, rows: Tensor) -> Tensor:
-        """values[rows]; these rows, some of them several times, are the batch from now on."""
+        """Returns values[rows]; these rows, some of them several times, are the batch from now on."""
         self.ids, self.mask = self.ids[rows], self.mask[rows]
         if self.cache is not None:
             self.cache.reorder_cache(rows)
@@ -88,9 +88,9 @@ class Decoder:
         positions = position_ids(self.parts, self.mask)
         if positions is not None:
             options["position_ids"] = positions[:, -ids.shape[1] :]
-        found = self.lm(input_ids=ids, attention_mask=mask, use_cache=self.cached, **options)
-        self.cache = cache_of(found) if self.cached else None
-        return found.logits[:, -1].float()
+        output = self.lm(input_ids=ids, attention_mask=mask, use_cache=self.cached, **options)
+        self.cache = cache_of(output) if self.cached else None
+        return output.logits[:, -1].float()
 
 
 # --- by CUDA graphs ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class StaticDecoder(Decoder):
         self.graph_bytes = 0
 
     def make_room(self) -> None:
-        """Keep cache and graphs where they are a small part of the memory; they are made again otherwise."""
+        """Keeps cache and graphs where they are a small part of the memory; they are made again otherwise."""
         super().release()
         held = sum(tensor.nbytes for tensor in self.stored) + self.graph_bytes
         if held:
@@ -161,19 +161,19 @@ class StaticDecoder(Decoder):
         return self.steps[size]()[:count]
 
     def _fill(self, rows: Tensor) -> None:
-        """Give each row what its prompt, rows[k], has left, if there is memory for it."""
+        """Gives each row what its prompt, rows[k], has left, if there is memory for it."""
         positions, count, width = position_ids(self.parts, self.mask), len(rows), self.mask.shape[1]
         if positions is None:
             raise TypeError("it counts positions in its own way")
         for layer in self.cache.layers:
             if type(layer) not in PLAIN_LAYERS:
                 raise TypeError(f"its cache has a {type(layer).__name__}")
-        found = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values)]
+        keys_and_values = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values)]
         cells, addresses = width + self.new_tokens, [t.data_ptr() for t in (*self.lm.parameters(), *self.lm.buffers())]
         if count > len(self.visible) or cells > self.visible.shape[1] or addresses != self.addresses:
             self._drop()
             try:
-                self._reserve(max(count, self.rows), -(-cells // CELLS) * CELLS, found)
+                self._reserve(max(count, self.rows), -(-cells // CELLS) * CELLS, keys_and_values)
             except torch.OutOfMemoryError:
                 print("sampling goes on without CUDA graphs: no memory is left for their cache", file=sys.stderr)
                 self._drop()
@@ -185,7 +185,7 @@ class StaticDecoder(Decoder):
         self.positions[:count] = positions[rows, -1:]
         self.visible.fill_(1)
         self.visible[:count, :width] = self.mask[rows]
-        for stored, prompt in zip(self.stored, found, strict=True):
+        for stored, prompt in zip(self.stored, keys_and_values, strict=True):
             stored[:count, :, width - prompt.shape[2] : width] = prompt[rows]  # of a sliding window the last tokens
         self.is_filled, self.cache = True, None
 
@@ -195,7 +195,7 @@ class StaticDecoder(Decoder):
         self.visible, self.at = self.mask.new_ones(rows, cells), self.mask.new_zeros(1)
 
     def _step(self, size: int) -> Callable[[], Tensor]:
-        """A call of the model for the first `size` rows, which returns logits (size, V)."""
+        """Calls the model for the first `size` rows, and returns logits (size, V)."""
         pairs = zip(self.stored[::2], self.stored[1::2], strict=True)
         layers: list[Any] = [_Layer(keys[:size], values[:size], self.at) for keys, values in pairs]
         inputs: dict[str, Any] = {
@@ -249,7 +249,7 @@ class StaticDecoder(Decoder):
 
 @contextmanager
 def _waits_are_errors() -> Iterator[None]:
-    """Within it a call that waits for the GPU raises RuntimeError, but for torch.cuda.synchronize()."""
+    """Lets a call within it that waits for the GPU raise RuntimeError, but for torch.cuda.synchronize()."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -261,8 +261,8 @@ def _waits_are_errors() -> Iterator[None]:
 
 
 def _end_capture(pool: Any) -> None:
-    """Undo what torch leaves of a capture that broke: a generator that draws for none but graphs, and an allocator that
-    neither empties its cache nor retries."""
+    """Undoes what torch leaves of a capture that broke: a generator that draws for none but graphs, and an allocator
+    that neither empties its cache nor retries."""
     device = torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
@@ -287,7 +287,7 @@ class _Layer(StaticLayer):
 
 
 def _available(device: torch.device) -> int:
-    """Bytes that tensors could take on a GPU."""
+    """Returns the bytes that tensors could take on a GPU."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -307,7 +307,7 @@ class Decoding(NamedTuple):
 
 
 def choose_decoder(policy: nn.Module, ranks: Ranks, arguments: TrainArguments) -> None:
-    """Set the policy's decoder: the first that its model can be sampled with, on a GPU by CUDA graphs, else with the
+    """Sets the policy's decoder: the first that its model can be sampled with, on a GPU by CUDA graphs, else with the
     model's cache, else without one; every rank asks. What is not used is said, with the reason. Raises ValueError for a
     model that cannot be sampled in a padded batch at all."""
     policy.eval()
@@ -322,24 +322,24 @@ def choose_decoder(policy: nn.Module, ranks: Ranks, arguments: TrainArguments) -
         decoders.insert(0, ("", StaticDecoder(lm, rows=rows, new_tokens=new_tokens)))
     for missing, decoder in decoders:
         wrapped.decoder = decoder
-        found = max(ranks.gather([infer(policy, "decoding_error")]))
-        if math.isnan(found.error):
+        decoding = max(ranks.gather([infer(policy, "decoding_error")]))
+        if math.isnan(decoding.error):
             raise ValueError(f"{name}: the log-probabilities of its tokens are NaN; expected weights that are finite")
-        if found.error <= 1:
+        if decoding.error <= 1:
             if reason and ranks.index == 0:
                 print(f"{name} is sampled without {missing} ({reason})", file=sys.stderr)
             decoder.release()
             return
-        reason = found.reason or f"which would lose {found.nats:.2g} nats of a token"
+        reason = decoding.reason or f"which would lose {decoding.nats:.2g} nats of a token"
     raise ValueError(
-        f"{name}: in a batch that is padded on the left, its log-probabilities differ by {found.nats:.2g} nats "
+        f"{name}: in a batch that is padded on the left, its log-probabilities differ by {decoding.nats:.2g} nats "
         "from those of each row alone; expected a causal model whose attention_mask hides padding"
     )
 
 
 @torch.no_grad()
 def decoding_error(decode: Decoder) -> Decoding:
-    """Compare decoding, of a padded batch whose rows are selected, with a forward of whole rows without padding before
+    """Compares decoding, of a padded batch whose rows are selected, with a forward of whole rows without padding before
     them. Infinite where the model keeps no cache, or one that cannot be used so.
 
     An error counts by the probabilities of the model, relative to the spread of a token's log-probabilities. What
@@ -353,7 +353,7 @@ def decoding_error(decode: Decoder) -> Decoding:
     twice = torch.arange(len(prompts)).repeat_interleave(2)
     more = torch.randint(size, (len(twice), STEPS), generator=random)
     whole = [prompts[i] + tokens for i, tokens in zip(twice.tolist(), more.tolist(), strict=True)]
-    own, first = _own_logps(lm, whole), torch.tensor(PROMPT_LENGTHS)[twice] - 1
+    expected, first = _own_logps(lm, whole), torch.tensor(PROMPT_LENGTHS)[twice] - 1
     with perturbed([lm.get_input_embeddings()], lm, random):
         rounded = _own_logps(lm, whole)
     rows, errors = torch.arange(len(twice)), []
@@ -364,8 +364,8 @@ def decoding_error(decode: Decoder) -> Decoding:
         logits = decode.select(logits, twice.to(device))
         for step in range(STEPS + 1):
             at = rows.to(device), (first[rows] + step).to(device)
-            found = _errors(_logps(logits), own[at])
-            errors.append(torch.stack([*found, _errors(rounded[at], own[at])[0]]))
+            differences = _errors(_logps(logits), expected[at])
+            errors.append(torch.stack([*differences, _errors(rounded[at], expected[at])[0]]))
             if step == 1:  # a part of the rows, in another order
                 kept = torch.tensor([4, 1, 2])
                 rows = rows[kept]
@@ -383,13 +383,15 @@ def decoding_error(decode: Decoder) -> Decoding:
 
 
 def _errors(logps: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Median over rows of the mean error of log-probabilities (B, V): relative to their spread, and in nats."""
+    """Returns the median over rows of the mean error of log-probabilities (B, V): relative to their spread, and in
+    nats."""
     nats = (expected.exp() * (logps - expected).abs()).sum(-1)
     return (nats / expected.std(-1)).median(), nats.median()
 
 
 def _own_logps(lm: Any, rows: Sequence[list[int]]) -> Tensor:
-    """Log-probabilities (B, longest, V) of rows that are padded on the right, which changes no token before it."""
+    """Returns log-probabilities (B, longest, V) of rows that are padded on the right, which changes no token before
+    it."""
     ids, mask = padded(rows, 0, lm.device, left=False)
     positions = position_ids(unwrap_causal_lm(lm), mask)
     options = {} if positions is None else {"position_ids": positions}
@@ -397,13 +399,13 @@ def _own_logps(lm: Any, rows: Sequence[list[int]]) -> Tensor:
 
 
 def _logps(logits: Tensor) -> Tensor:
-    """float32; bounded, so that ids which a model rules out do not count."""
+    """Returns log-probabilities in float32, bounded, so that ids which a model rules out do not count."""
     return logits.float().log_softmax(-1).clamp(min=-30)
 
 
 @contextmanager
 def perturbed(modules: Sequence[nn.Module], lm: Any, random: torch.Generator) -> Iterator[None]:
-    """Within it the outputs of modules of `lm` are changed by a unit of rounding, up or down; in float32 by one of
+    """Changes the outputs of modules of `lm`, within it, by a unit of rounding, up or down; in float32 by one of
     TF32."""
     kind = lm.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm.dtype

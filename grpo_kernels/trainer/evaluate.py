@@ -45,8 +45,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float:
-    """Whether the most frequent of the answers to a problem is correct; of several as frequent ones, the share that is.
-    None has no vote; of equal answers the first says whether they are correct."""
+    """Says whether the most frequent of the answers to a problem is correct; of several as frequent ones, the share
+    that is. None has no vote; of equal answers the first says whether they are correct."""
     winners = [correct[answers.index(answer)] for answer in multimode(a for a in answers if a is not None)]
     return fmean(winners) if winners else 0.0
 
@@ -54,13 +54,13 @@ def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float
 def votes(texts: Sequence[str]) -> list[int | None]:
     """Returns what each of several completions of a problem, without its thoughts, votes for: the same number where
     their final answers are the same, or without one all of their text. None where that is empty."""
-    found: list[tuple[str | None, str]] = []
+    earlier: list[tuple[str | None, str]] = []
     result: list[int | None] = []
     for text in texts:
         vote = final_answer(text), text.strip()
-        same = (i for i, other in enumerate(found) if _is_same_vote(other, vote))
-        result.append(next(same, len(found)) if any(vote) else None)
-        found.append(vote)
+        same = (i for i, other in enumerate(earlier) if _is_same_vote(other, vote))
+        result.append(next(same, len(earlier)) if any(vote) else None)
+        earlier.append(vote)
     return result
 
 
@@ -85,7 +85,7 @@ def evaluate(
     """
 
     def score(prompts: Sequence[Prompt], greedy: bool) -> tuple[list[float], list[str], list[int]]:
-        """Total rewards, texts and lengths of one completion of each prompt."""
+        """Returns total rewards, texts and lengths of one completion of each prompt."""
         drawn = sample([prompt.ids for prompt in prompts], greedy=greedy, seed=seed)
         batch = rewards.score(
             prompts=[prompt.prompt for prompt in prompts],
@@ -104,7 +104,7 @@ def evaluate(
     groups = [slice(start, start + num_samples) for start in range(0, len(totals), num_samples)]
     scored = [row for group in groups if (row := _scored(totals[group]))]
     means, greedy_scored = list(map(fmean, scored)), _scored(greedy)
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "reward": fmean(means) if means else None,
         "reward_error": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "greedy_reward": fmean(greedy_scored) if greedy_scored else None,
@@ -119,13 +119,13 @@ def evaluate(
             for prompt, group in zip(prompts, groups, strict=True)
         ]
         ks = ks or [1 << power for power in range(num_samples.bit_length())]
-        found |= {
+        numbers |= {
             "pass_at_1": fmean(map(fmean, right)),
             "pass_at_k": {str(k): fmean(pass_at_k(num_samples, sum(row), k) for row in right) for k in ks},
             "majority_at_k": fmean(map(majority_at_k, map(votes, told), right)),
             "greedy": fmean(total >= correct_at for total in greedy),
         }
-    return found | {
+    return numbers | {
         "mean_length": fmean(lengths),
         "problems": len(prompts),
         "samples": num_samples,
@@ -159,7 +159,7 @@ READ = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """`grpo-kernels evaluate DIR|MODEL`: prints the table, and with --output writes it as JSON. Returns the exit
+    """Runs `grpo-kernels evaluate DIR|MODEL`: prints the table, and with --output writes it as JSON. Returns the exit
     status: 2, after one sentence, for a bad argument."""
     options = parser().parse_args(list(argv))
     try:

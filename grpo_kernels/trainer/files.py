@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,19 +29,19 @@ TEMPORARY = re.compile(rf"\.(.+)\.[0-9a-f]{{16}}\.({DRAFT}|{REPLACED})")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value of JSON, as `write_text` does."""
+    """Writes a value of JSON, as `write_text` does."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole at any moment, and make its folder."""
+    """Writes a file that is whole at any moment, and makes its folder."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """Open a new file, which takes the place of `path` when all of it is on the disk. Raises RunError where it cannot
+    """Opens a new file, which takes the place of `path` when all of it is on the disk. Raises RunError where it cannot
     be written; what was there before stays."""
     draft = _temporary(path, DRAFT)
     with naming(path):
@@ -58,21 +59,21 @@ def replacing(path: Path) -> Iterator[Any]:
 
 
 def append(path: Path, text: str) -> None:
-    """Write to the end of a file, and make it."""
+    """Writes to the end of a file, and makes it."""
     with naming(path), open_file(path, "ab") as file:
         file.write(text.encode())
 
 
 def read_file(path: Path) -> bytes:
-    """Return what a file holds; raise FileNotFoundError where there is none."""
+    """Returns what a file holds; raises FileNotFoundError where there is none."""
     with open_file(path, "rb") as file:
         return file.read()
 
 
 @contextmanager
 def open_file(path: Path, mode: str) -> Iterator[Any]:
-    """Open a file by a binary mode of `open`. Raises RunError for a link, which might lead anywhere, and for what is no
-    file, such as a pipe, on which one might wait without end."""
+    """Opens a file by a binary mode of `open`. Raises RunError for a link, which might lead anywhere, and for what is
+    no file, such as a pipe, on which one might wait without end."""
 
     def opener(name: str, flags: int) -> int:
         try:
@@ -90,7 +91,7 @@ def open_file(path: Path, mode: str) -> Iterator[Any]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raise RunError, with the name of the file, where a write within it fails (a full disk): its OSError has none."""
+    """Raises RunError, with the name of the file, where a write within it fails (a full disk): its OSError has none."""
     try:
         yield
     except OSError as error:
@@ -98,7 +99,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Make `folder` by filling a new one beside it, with checksums, synced to the disk before it gets its name.
+    """Makes `folder` by filling a new one beside it, with checksums, synced to the disk before it gets its name.
 
     One that has the name is moved aside first: where a process is killed then, `remove_leftovers` gives it its name
     back. Raises RunError where writing fails (a full disk); what was there before stays.
@@ -132,7 +133,7 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
 
 @contextmanager
 def new_folder(beside: Path) -> Iterator[Path]:
-    """Make an empty folder; what is left of it under its name is removed at the end."""
+    """Makes an empty folder; what is left of it under its name is removed at the end."""
     draft = _temporary(beside, DRAFT)
     draft.parent.mkdir(parents=True, exist_ok=True)
     draft.mkdir()
@@ -143,11 +144,11 @@ def new_folder(beside: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove what processes left that were killed while they wrote; a folder that was moved aside, and whose place no
+    """Removes what processes left that were killed while they wrote; a folder that was moved aside, and whose place no
     other one has taken, gets its name back. Nobody may be writing there."""
     for path in list(output.iterdir()):
-        if found := TEMPORARY.fullmatch(path.name):
-            name, kind = found.groups()
+        if match := TEMPORARY.fullmatch(path.name):
+            name, kind = match.groups()
             if kind == REPLACED and not os.path.lexists(output / name):
                 path.replace(output / name)
             else:
@@ -155,53 +156,56 @@ def remove_leftovers(output: Path) -> None:
 
 
 def _temporary(path: Path, kind: str) -> Path:
-    """A name beside `path` that nothing has."""
+    """Returns a name beside `path` that nothing has."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, which loses its name before it loses a part."""
+    """Removes a folder, which loses its name before it loses a part."""
     remove(path.replace(_temporary(path, DRAFT)))
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with what it holds, a file, or a link and not what it leads to."""
+    """Removes a folder with what it holds, a file, or a link and not what it leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-def lock_folder(folder: Path) -> int:
-    """A handle of the folder, which no second run gets while this one has it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
-    except OSError:  # a file system without locks
-        pass
-    return handle
+class FolderLock:
+    """Holds a folder, which no second run gets until this object is released or gone."""
+
+    def __init__(self, folder: Path):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
+        handle = os.open(folder, os.O_RDONLY)
+        self.release = weakref.finalize(self, os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
+        except OSError:  # a file system without locks
+            pass
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """Return SHA-256 of the files of a folder and of those within, by their paths in it. Raises RunError for a link."""
-    found = {}
+    """Returns SHA-256 of the files of a folder and of those within, by their paths in it. Raises RunError for a
+    link."""
+    sums = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_dir():
             with open_file(path, "rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    found.pop(CHECKSUMS, None)
-    return found
+                sums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    sums.pop(CHECKSUMS, None)
+    return sums
 
 
 def sync(path: Path) -> None:
-    """Have a file or a folder on the disk, as it is now."""
+    """Syncs a file or a folder to the disk, as it is now."""
     handle = os.open(path, os.O_RDONLY)
     try:
         with naming(path):

@@ -53,7 +53,7 @@ class RunLog:
         self.bar = tqdm(total=arguments.max_steps, desc="GRPO", disable=hidden, dynamic_ncols=True)
 
     def start(self, step: int, sizes: dict[str, int]) -> None:
-        """Begin, or go on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off.
+        """Begins, or goes on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off.
         What a loss of power has damaged is left out, with a warning."""
         for name, path in self.paths.items():
             append(path, "")
@@ -72,24 +72,24 @@ class RunLog:
         self.bar.refresh()
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files, which are on the disk then: a checkpoint counts on them."""
+        """Returns the bytes of the files, which are on the disk then: a checkpoint counts on them."""
         for path in self.paths.values():
             sync(path)
         return {name: path.stat().st_size for name, path in self.paths.items()}
 
     def phase(self, name: str) -> None:
-        """What takes the time now, beside the progress bar."""
+        """Shows what takes the time now, beside the progress bar."""
         self.phase_name = name
         self.bar.set_description(f"GRPO, {name}")
 
     def part(self, done: int, total: int) -> None:
-        """How far the phase is: where there is no progress bar, a line after half a minute without one."""
+        """Shows how far the phase is: where there is no progress bar, a line after half a minute without one."""
         self.bar.set_description(f"GRPO, {self.phase_name} {done:,}/{total:,}")
         if self.bar.disable and time.monotonic() - self.said > QUIET_S:
             self.say(f"{self.phase_name}: {done:,} of {total:,}")
 
     def record(self, record: dict[str, Any]) -> None:
-        """One optimizer step, or one evaluation."""
+        """Writes one optimizer step, or one evaluation."""
         record = plain(record)
         alarms = self.monitor.update(record)
         if alarms:
@@ -109,7 +109,7 @@ class RunLog:
                 self.say(f"step {record['step']} of {self.bar.total}: {words}, {record['seconds']:.0f} s")
 
     def sample(self, sample: dict[str, Any]) -> None:
-        """One completion; values of `log_extra` that cannot be written, or read again, are left out, by name."""
+        """Writes one completion; values of `log_extra` that cannot be written, or read again, are left out, by name."""
         try:
             text = json.dumps(plain(sample))
         except (ValueError, TypeError, RecursionError):
@@ -120,7 +120,7 @@ class RunLog:
         self._append(SAMPLES, text)
 
     def say(self, text: str) -> None:
-        """A line above the progress bar."""
+        """Prints a line above the progress bar."""
         self.said = time.monotonic()
         if self.writes:
             tqdm.write(text, file=sys.stderr)
@@ -134,51 +134,52 @@ class RunLog:
 
 
 def pass_numbers(out: Any, inputs: dict[str, Any]) -> dict[str, float]:
-    """Sums and extremes, nats, of a forward and backward pass: of the loss's result `out` and its arguments. All are
-    read from the device at once."""
+    """Returns sums and extremes, nats, of a forward and backward pass: of the loss's result `out` and its arguments.
+    All are read from the device at once."""
     mask = inputs["completion_mask"]
-    found = {"tokens": mask.sum(), "loss": out.loss.detach()}
-    found |= {name: x for name, x in out.metrics.items() if name.endswith(EXTREMES)}
-    found["log_ratio_first_max"] = _largest_difference(out.logps, inputs.get("old_logps"), mask)
-    found["rollout_mismatch/max"] = _largest_difference(out.logps, inputs.get("rollout_logps"), mask)
+    tensors = {"tokens": mask.sum(), "loss": out.loss.detach()}
+    tensors |= {name: x for name, x in out.metrics.items() if name.endswith(EXTREMES)}
+    tensors["log_ratio_first_max"] = _largest_difference(out.logps, inputs.get("old_logps"), mask)
+    tensors["rollout_mismatch/max"] = _largest_difference(out.logps, inputs.get("rollout_logps"), mask)
     for name, (total, count) in out.metric_sums.items():
-        found |= {f"{name} sum": total, f"{name} count": count}
+        tensors |= {f"{name} sum": total, f"{name} count": count}
     if "kl" in out.sequences:
         tokens = out.sequences["tokens"]
-        found["kl_sequence sum"] = (out.sequences["kl"] * tokens).sum()
-        found["kl_sequence count"] = (tokens > 0).sum()
-    numbers = dict(zip(found, torch.stack([x.to(torch.float64) for x in found.values()]).tolist(), strict=True))
+        tensors["kl_sequence sum"] = (out.sequences["kl"] * tokens).sum()
+        tensors["kl_sequence count"] = (tokens > 0).sum()
+    numbers = dict(zip(tensors, torch.stack([x.to(torch.float64) for x in tensors.values()]).tolist(), strict=True))
     if not numbers.pop("tokens"):  # 0 would stand for no extreme
         numbers = {name: x for name, x in numbers.items() if not name.endswith(EXTREMES)}
     return numbers
 
 
 def step_record(passes: list[dict[str, float]], ranks: Ranks, *, first: bool) -> dict[str, float]:
-    """The numbers of an optimizer step from those of its passes on all ranks.
+    """Returns the numbers of an optimizer step from those of its passes on all ranks.
 
     first: this was the rollout's first step, before which the policy was the one that sampled.
     """
     everything = ranks.gather(passes)
-    found = {}
+    record = {}
     for name in sorted({name for numbers in everything for name in numbers}):
         join = min if name.endswith("min") else max if name.endswith("max") else sum
-        found[name] = join([numbers[name] for numbers in everything if name in numbers])
+        record[name] = join([numbers[name] for numbers in everything if name in numbers])
     pairs = {}
-    for name in [name.removesuffix(" sum") for name in found if name.endswith(" sum")]:
-        total, count = found.pop(f"{name} sum"), found.pop(f"{name} count")
+    for name in [name.removesuffix(" sum") for name in record if name.endswith(" sum")]:
+        total, count = record.pop(f"{name} sum"), record.pop(f"{name} count")
         if count:  # without a scored token there is no mean
-            found[name] = total / count
+            record[name] = total / count
             pairs[name] = torch.tensor(total, dtype=torch.float64), torch.tensor(count, dtype=torch.float64)
-    found |= {name: x.item() for name, x in derived_metrics(pairs).items()}
-    found["loss"] /= ranks.count
+    record |= {name: x.item() for name, x in derived_metrics(pairs).items()}
+    record["loss"] /= ranks.count
     if not first:  # what later steps see is the policy's own movement
         for name in ("log_ratio_first_max", "rollout_mismatch/max", "rollout_mismatch/mean"):
-            found.pop(name, None)
-    return found
+            record.pop(name, None)
+    return record
 
 
 def _largest_difference(logps: Tensor, others: Tensor | None, mask: Tensor) -> Tensor:
-    """() of unmasked tokens, 0 without any; a log-probability that is not known counts as equal."""
+    """Returns the largest absolute difference () of unmasked tokens, 0 without any; a log-probability that is not known
+    counts as equal."""
     if others is None:
         return logps.new_zeros(())
     return (logps - others).masked_fill(~mask, 0.0).abs().nan_to_num(0.0).amax()
@@ -191,7 +192,7 @@ def rollout_record(rollout: Sequence[Completion], num_generations: int) -> dict[
     scored = [reward for group in rewards for reward in group]
     low, high = min(scored, default=0.0), max(scored, default=0.0)
     lengths = [len(c.ids) for c in rollout]
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "unscored": len(rollout) - len(scored),
         "zero_gradient_groups": fmean(without_gradient(group) for group in groups),
         "dropped_groups": sum(group[0].dropped for group in groups),
@@ -204,20 +205,20 @@ def rollout_record(rollout: Sequence[Completion], num_generations: int) -> dict[
     }
     rejected = [c.rejected for c in rollout if c.rejected is not None]
     if rejected:
-        found["rollout_rejected"] = torch.cat(rejected).double().mean().item()
+        record["rollout_rejected"] = torch.cat(rejected).double().mean().item()
     if scored:
-        found |= _moments(torch.tensor(scored, dtype=torch.float64), "reward", "reward_std")
-        found["reward_min"], found["reward_max"] = low, high
+        record |= _moments(torch.tensor(scored, dtype=torch.float64), "reward", "reward_std")
+        record["reward_min"], record["reward_max"] = low, high
         # Where all rewards of the rollout are equal to each other, no group is better or worse.
-        found["reward_group_std"] = fmean(pstdev(group) if group else 0.0 for group in rewards)
-        found["all_min_groups"] = fmean(all(c.reward == low < high for c in group) for group in groups)
-        found["all_max_groups"] = fmean(all(c.reward == high > low for c in group) for group in groups)
+        record["reward_group_std"] = fmean(pstdev(group) if group else 0.0 for group in rewards)
+        record["all_min_groups"] = fmean(all(c.reward == low < high for c in group) for group in groups)
+        record["all_max_groups"] = fmean(all(c.reward == high > low for c in group) for group in groups)
     for name in rollout[0].rewards:
         values = torch.tensor([c.rewards.get(name, math.nan) for c in rollout], dtype=torch.float64)
         values = values[~values.isnan()]
         if len(values):
-            found |= _moments(values, f"rewards/{name}/mean", f"rewards/{name}/std")
-    return found
+            record |= _moments(values, f"rewards/{name}/mean", f"rewards/{name}/std")
+    return record
 
 
 def _moments(values: Tensor, mean: str, std: str) -> dict[str, float]:

@@ -29,13 +29,14 @@ from .data import take
 from .evaluate import ACCURACIES, evaluate
 from .files import write_json
 from .log import pass_numbers, rollout_record, step_record
+from .memory import advice_on_memory
 from .ranks import Interrupted, whole
 from .records import counted
 from .report import write_report
 from .rewards import RewardBatch
 from .rewards.scoring import Failure
 from .rollout import Completion, infer
-from .run import Run, advice_on_memory
+from .run import Run
 from .tasks import ARITHMETIC_MODEL
 
 SAMPLES = 4  # completions of a rollout in samples.jsonl
@@ -58,7 +59,7 @@ class Trainer:
         self.ranks_without_rewards: set[int] = set()  # in the last rollout
 
     def train(self) -> int:
-        """All steps that are left; returns the exit status."""
+        """Makes all steps that are left; returns the exit status."""
         p, a, run = self.progress, self.arguments, self.run
         run.log.start(p.step, p.log_sizes)
         run.log.say(
@@ -89,7 +90,7 @@ class Trainer:
                 return 128 + run.signals.received  # as shells have it: 130 after Ctrl-C
 
     def collect(self) -> None:
-        """Sample the next rollout, score it, and compute what its updates need."""
+        """Samples the next rollout, scores it, and computes what its updates need."""
         a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
         run.log.phase("sampling")
@@ -118,24 +119,24 @@ class Trainer:
         self._log_samples()
 
     def _sample(self) -> list[Completion]:
-        """num_generations scored completions of each of the next prompts, from all ranks."""
+        """Returns num_generations scored completions of each of the next prompts, from all ranks."""
         a, p, prompts = self.arguments, self.progress, self.run.prompts
         num_groups = a.rows_per_rollout(self.ranks.count) // a.num_generations
         chosen = take(len(prompts), p.cursor, num_groups, a.seed)
         groups = [(i, prompts[index]) for i, index in enumerate(chosen) for _ in range(a.num_generations)]
-        own = self.ranks.share(groups)
-        ids = [prompt.ids for _, prompt in own]
+        local = self.ranks.share(groups)
+        ids = [prompt.ids for _, prompt in local]
         sampled = self.sampler.sample(ids, stream=f"{a.seed} {p.rollout_index}", step=p.step)
         completions = [
             Completion(i, prompt.prompt, prompt.ids, prompt.columns, *s[:2], logps=s.logps, kept=s.kept)
-            for (i, prompt), s in zip(own, sampled, strict=True)
+            for (i, prompt), s in zip(local, sampled, strict=True)
         ]
         self._score(completions)
         p.cursor += num_groups  # which stays where it is if sampling is cut short
         return self.ranks.gather(completions)
 
     def _score(self, rows: Sequence[Completion]) -> None:
-        """Set the rewards of this rank's completions."""
+        """Sets the rewards of this rank's completions."""
         begin, rewards = time.perf_counter(), self.run.rewards
         self.run.log.phase("rewards")
         if rewards is None:  # the loss is the divergence to a teacher
@@ -163,17 +164,19 @@ class Trainer:
         numbers["slowest_reward"] = max(seconds[0], key=seconds[0].get)
 
     def _check_rewards(self, fatal: Sequence[Failure | None]) -> None:
-        """Raise RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
+        """Raises RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
         server) will not come. A single rollout may be a prompt that no completion is scored for. fatal: by rank, the
         failure of a function for all of its completions."""
-        found = {rank: failure for rank, failure in enumerate(fatal) if failure is not None}
-        again, self.ranks_without_rewards = found.keys() & self.ranks_without_rewards, set(found)
-        for rank in sorted(again) or found:
+        failures = {rank: failure for rank, failure in enumerate(fatal) if failure is not None}
+        again, self.ranks_without_rewards = failures.keys() & self.ranks_without_rewards, set(failures)
+        for rank in sorted(again) or failures:
             where = f"for every completion of step {self.progress.step + 1}"
-            if len(found) < len(fatal):
+            if len(failures) < len(fatal):
                 where += f" on rank {rank} of {len(fatal)}{', as in the rollout before' if again else ''}"
-            sentence = f"the reward {found[rank].name} failed {where}; its own traceback:\n{found[rank].traceback}"
-            if again or len(found) == len(fatal):
+            sentence = (
+                f"the reward {failures[rank].name} failed {where}; its own traceback:\n{failures[rank].traceback}"
+            )
+            if again or len(failures) == len(fatal):
                 raise RunError(sentence)
             self.run.log.say(sentence)
 
@@ -187,7 +190,7 @@ class Trainer:
             c.steps = batch.steps[index] or [0.0] * (len(c.step_ends) - 1) + [c.reward]
 
     def _score_under_policies(self, rollout: list[Completion]) -> None:
-        """Set old_logps and ref_logps, by the passes and in the shapes of the updates: equal weights, equal bits."""
+        """Sets old_logps and ref_logps, by the passes and in the shapes of the updates: equal weights, equal bits."""
         wants_old = self.arguments.steps_per_rollout > 1 or self.arguments.corrects
         self.policy.train(self.arguments.gradient_checkpointing)
         if wants_old:
@@ -199,12 +202,12 @@ class Trainer:
     def _set_logps(self, rollout: list[Completion], name: str) -> None:
         options = self.arguments.scoring_options()
         for rows in groups_of(rollout, self.rows_per_step):
-            found = []
+            local_logps = []
             for part in self._passes(rows):
                 inputs = model_inputs(part, self.arguments, self.pad_id, self.run.accelerator.device)
                 logps = infer(self.policy, "logps", **inputs, **options).float().cpu()
-                found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
-            for c, values in zip(rows, self.ranks.gather(found), strict=True):
+                local_logps += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
+            for c, values in zip(rows, self.ranks.gather(local_logps), strict=True):
                 setattr(c, name, values)
 
     def _passes(self, rows: list[Completion]) -> list[list[Completion]]:
@@ -222,7 +225,7 @@ class Trainer:
             })  # fmt: skip
 
     def update(self) -> None:
-        """One optimizer step on a part of the rollout."""
+        """Makes one optimizer step on a part of the rollout."""
         a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
         run.log.phase("updates")
@@ -279,12 +282,12 @@ class Trainer:
         return numbers
 
     def _clip(self) -> float:
-        """Scale gradients down to max_grad_norm; the norm before that."""
+        """Scales gradients down to max_grad_norm; returns the norm before that."""
         norm = self.run.accelerator.clip_grad_norm_(self.run.trained(), self.arguments.max_grad_norm or math.inf)
         return float(whole(norm))
 
     def _move_reference(self, kl: float | None, completions: int) -> None:
-        """Check that the KL starts at 0; adapt beta (arXiv:1909.08593, section 2.2); move the reference policy."""
+        """Checks that the KL starts at 0; adapts beta (arXiv:1909.08593, section 2.2); moves the reference policy."""
         a, p = self.arguments, self.progress
         if self.reference is None:
             return
@@ -298,33 +301,37 @@ class Trainer:
             self.reference.move(REFERENCE_SHARE)
 
     def evaluate(self) -> None:
-        """Score held-out completions before, after, and every eval_steps steps, but not again after a resume."""
+        """Scores held-out completions before, after, and every eval_steps steps, but not again after a resume."""
         a, p, run = self.arguments, self.progress, self.run
         due = p.step in (0, a.max_steps) or (a.eval_steps and p.step % a.eval_steps == 0)
         if not due or p.evaluated_at == p.step or not run.held_out or run.rewards is None:
             return
         run.log.phase("evaluation")
-        found = evaluate(
+        evaluation = evaluate(
             partial(self.sampler.for_evaluation, step=p.step), run.held_out,
             run.rewards, num_samples=a.eval_num_samples, step=p.step, correct_at=a.correct_at,
         )  # fmt: skip
         p.evaluated_at = p.step
         if a.correct_at is None and not p.pass_at_1 and any(x is not None for x in p.held_out_reward.values()):
             for name in ACCURACIES:  # earlier rewards were no verdicts, so that 0 or 1 throughout is none now
-                found.pop(name, None)
-        shown = {"reward": found["reward"], "pass@1": found.get("pass_at_1"), "greedy": found.get("greedy")}
+                evaluation.pop(name, None)
+        shown = {
+            "reward": evaluation["reward"],
+            "pass@1": evaluation.get("pass_at_1"),
+            "greedy": evaluation.get("greedy"),
+        }
         when = "before" if p.step == 0 else "after"
         p.held_out_reward = {**p.held_out_reward, when: shown["reward"]}
         # Rewards that were all 0 at first have said nothing, where later ones do not say what is correct.
         p.pass_at_1 = {} if shown["pass@1"] is None else {**p.pass_at_1, when: shown["pass@1"]}
-        run.log.record({"step": p.step, "evaluation": found})
+        run.log.record({"step": p.step, "evaluation": evaluation})
         if run.accelerator.is_main_process:
             write_report(run.folder)
         known = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value is not None)
         run.log.say(f"step {p.step}: held-out {known or 'completions were not scored'}")
 
     def finish(self) -> None:
-        """The last checkpoint, the model, summary.json and the report."""
+        """Writes the last checkpoint, the model, summary.json and the report."""
         p, run = self.progress, self.run
         run.save(p)
         run.save_model(run.folder / "model")

@@ -34,25 +34,25 @@ class Differences(NamedTuple):
 
 
 def check_sampler(sampler: Sampler, prompts: Sequence[list[int]]) -> None:
-    """Compare the log-probabilities that the sampler gives to its own completions with the policy's.
+    """Compares the log-probabilities that the sampler gives to its own completions with the policy's.
 
     Raises ValueError where they differ by more than rounding; where the engine has other types than the policy that is
     said. Also raises for a policy that gives a row other log-probabilities beside a longer one. What rounding may do is
     measured, since deep models and routers make much of it. Every rank calls it.
     """
-    found = Differences(*map(fmean, zip(*sampler.ranks.gather([_differences(sampler, prompts)]), strict=True)))
-    where = f"nats per token in the mean, where rounding makes {found.rounding:.2g}"
-    if not found.batch <= max(MARGIN_OF_BATCH * found.rounding, LEAST):
+    differences = Differences(*map(fmean, zip(*sampler.ranks.gather([_differences(sampler, prompts)]), strict=True)))
+    where = f"nats per token in the mean, where rounding makes {differences.rounding:.2g}"
+    if not differences.batch <= max(MARGIN_OF_BATCH * differences.rounding, LEAST):
         raise ValueError(
             f"the log-probabilities of a row change with the length of the longest row of its batch, by "
-            f"{found.batch:.2g} {where}: expected a model whose rows do not depend on each other, with rotary "
+            f"{differences.batch:.2g} {where}: expected a model whose rows do not depend on each other, with rotary "
             "frequencies of a fixed length"
         )
-    if found.engine <= max(MARGIN * found.rounding, LEAST):
+    if differences.engine <= max(MARGIN * differences.rounding, LEAST):
         return
     engine, other_types = ("vLLM", sampler.vllm.other_types) if sampler.vllm is not None else ("the decoder", [])
     sentence = f"{engine} samples from another distribution than the policy's: log-probabilities of its samples differ"
-    sentence += f" by {found.engine:.2g} {where}"
+    sentence += f" by {differences.engine:.2g} {where}"
     if not other_types:
         raise ValueError(f"{sentence}; expected an engine that computes what the model of transformers does")
     if sampler.ranks.index == 0:
@@ -78,26 +78,28 @@ def _differences(sampler: Sampler, prompts: Sequence[list[int]]) -> Differences:
         logps = infer(sampler.policy, "logps", **inputs, **a.scoring_options()).float().cpu()
         return [row[: len(c.ids)] for row, c in zip(logps, rows, strict=True)]
 
-    own = score(rows)
+    policy_logps = score(rows)
     layers = [lm.get_input_embeddings(), *(m for m in lm.modules() if isinstance(m, nn.Linear))]
     with perturbed(layers, lm, torch.Generator().manual_seed(0)):
         otherwise = score(rows)
     engine = [row.logps for row in rows]
     return Differences(
-        _mean(engine, own), _mean(otherwise, own), _mean(score([short_row, long])[:1], score([short_row]))
+        _mean(engine, policy_logps),
+        _mean(otherwise, policy_logps),
+        _mean(score([short_row, long])[:1], score([short_row])),
     )
 
 
-def _mean(logps: Sequence[Any], own: Sequence[Tensor]) -> float:
-    return float((torch.cat(list(logps)) - torch.cat(list(own))).abs().mean())
+def _mean(logps: Sequence[Any], others: Sequence[Tensor]) -> float:
+    return float((torch.cat(list(logps)) - torch.cat(list(others))).abs().mean())
 
 
 # --- rotary embeddings ------------------------------------------------------------------------------------------------
 
 
 def fix_rotary(lm: Any, length: int) -> None:
-    """Give rotary embeddings whose frequencies follow the longest row of a batch (dynamic NTK, longrope) those of
-    `length` tokens for good, and say so where these are not those of short rows.
+    """Gives rotary embeddings whose frequencies follow the longest row of a batch (dynamic NTK, longrope) those of
+    `length` tokens for good, and says so where these are not those of short rows.
 
     Otherwise a row's log-probabilities depend on the others, and keys in a cache are of other frequencies than later
     ones. vLLM fixes them too.
@@ -111,8 +113,8 @@ def fix_rotary(lm: Any, length: int) -> None:
             position = torch.tensor([[length - 1]], device=lm.device)
             module(position.new_zeros(1, 1, 1).float(), position, *(() if layer_type is None else (layer_type,)))
             prefix = "" if layer_type is None else f"{layer_type}_"
-            now, of_short_rows = (getattr(module, f"{prefix}{name}inv_freq") for name in ("", "original_"))
-            if not torch.equal(now, of_short_rows):
+            now, short_rows = (getattr(module, f"{prefix}{name}inv_freq") for name in ("", "original_"))
+            if not torch.equal(now, short_rows):
                 fixed.add(kind)
             if isinstance(types, dict):
                 types[layer_type] = "default"  # by which transformers leaves the frequencies as they are

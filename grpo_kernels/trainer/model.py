@@ -63,7 +63,8 @@ def eager_logps(
     hidden: Tensor, weight: Tensor, completion_ids: Tensor, *, lm_head_bias: Tensor | None, logit_scale: float,
     logit_softcap: float | None, temperature: float, completion_mask: Tensor | None = None, entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probabilities and entropies (B, T), nats, from all logits at once: what `fused_logps` is compared with.
+    """Returns log-probabilities and entropies (B, T), nats, from all logits at once: what `fused_logps` is compared
+    with.
 
     entropy: whether entropies have a gradient. A mask changes nothing: masked positions are computed too.
     """
@@ -80,7 +81,8 @@ def eager_loss(
     hidden: Tensor, weight: Tensor, completion_ids: Tensor, *, completion_mask: Tensor, lm_head_bias: Tensor | None,
     logit_scale: float, logit_softcap: float | None, config: GRPOConfig, **options: Any,
 ) -> GRPOLossOutput:  # fmt: skip
-    """The loss from all logits, which autograd keeps for the backward: what `fused_grpo_loss` is compared with."""
+    """Returns the loss from all logits, which autograd keeps for the backward: what `fused_grpo_loss` is compared
+    with."""
     logps, entropy = eager_logps(
         hidden, weight, completion_ids, lm_head_bias=lm_head_bias, logit_scale=logit_scale,
         logit_softcap=logit_softcap, temperature=float(config.temperature), entropy=config.has_entropy_bonus,
@@ -91,11 +93,13 @@ def eager_loss(
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> Any:
-    """The tokenizer of `path`, or of its base where that is an adapter without one, unless one is given."""
-    if given is None and not path:
+def load_tokenizer(path: str, arguments: TrainArguments, processing_class: Any = None) -> Any:
+    """Returns the tokenizer of `path`, or of its base where that is an adapter without one, unless one is given."""
+    if processing_class is None and not path:
         raise ValueError("processing_class is missing: the model names no place with a tokenizer")
-    tokenizer = given if given is not None else _load_tokenizer(path, arguments, name="model_name_or_path")
+    tokenizer = processing_class
+    if tokenizer is None:
+        tokenizer = _load_tokenizer(path, arguments, name="model_name_or_path")
     for name in ("pad_token", "eos_token"):
         if getattr(tokenizer, name) is None or getattr(tokenizer, f"{name}_id") is None:
             raise ValueError(
@@ -111,7 +115,8 @@ def _load_tokenizer(path: str, a: TrainArguments, *, name: str) -> Any:
 
 
 def base_of(path: str, *, name: str = "model_name_or_path") -> str | None:
-    """The model that an adapter belongs to, by a folder or a name on the hub; None for a model without an adapter.
+    """Returns the model that an adapter belongs to, by a folder or a name on the hub; None for a model without an
+    adapter.
 
     A folder is absolute: the files of a run name it, to be found from any directory.
     """
@@ -130,10 +135,10 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, given: Any = None) -> Any:
-    """The model to train: the given one, that of `path` or, where there is one, of a checkpoint: under --use-peft its
-    adapter alone. An adapter, as `path` or given, is trained on."""
-    a, base = arguments, None if given is not None else base_of(path)
+def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, model: Any = None) -> Any:
+    """Returns the model to train: the given one, that of `path` or, where there is one, of a checkpoint: under
+    --use-peft its adapter alone. An adapter, as `path` or given, is trained on."""
+    a, base = arguments, None if model is not None else base_of(path)
     if base is not None and not a.use_peft:
         raise ValueError(
             f"model_name_or_path={path} is an adapter to {base}; expected use_peft=True, which trains it on, "
@@ -143,7 +148,7 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
     if checkpoint is not None and not a.use_peft:
         lm = _load(str(checkpoint), str(checkpoint.resolve()), a)
     else:
-        lm = given if given is not None else _load(path, base or _absolute(path), a)
+        lm = model if model is not None else _load(path, base or _absolute(path), a)
     continues = base is not None or is_peft_model(lm)
     if is_peft_model(lm) and adapter is not None:
         lm.load_adapter(adapter, lm.active_adapters[0], is_trainable=True)
@@ -166,7 +171,7 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
 
 
 def load_frozen(path: str, arguments: TrainArguments, *, name: str = "model_name_or_path") -> Any:
-    """A model that is not trained, its adapter included."""
+    """Returns a model that is not trained, its adapter included."""
     base = base_of(path, name=name)
     lm = _load(path, base or path, arguments, name=name)
     if base is not None:
@@ -177,7 +182,7 @@ def load_frozen(path: str, arguments: TrainArguments, *, name: str = "model_name
 
 
 def save_model(lm: Any, folder: Path, state: dict[str, Tensor]) -> None:
-    """Write a model in transformers' format, or its active adapter in PEFT's, from whole tensors."""
+    """Writes a model in transformers' format, or its active adapter in PEFT's, from whole tensors."""
     if not is_peft_model(lm):
         lm.save_pretrained(folder, state_dict=state)
         return
@@ -187,13 +192,13 @@ def save_model(lm: Any, folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def _load(path: str, source: str, a: TrainArguments, *, name: str = "model_name_or_path") -> Any:
-    lm, found = _from_pretrained(
+    lm, loading_info = _from_pretrained(
         AutoModelForCausalLM, path, source, name=name, trust_remote_code=a.trust_remote_code,
         dtype=getattr(torch, a.dtype), output_loading_info=True,
     )  # fmt: skip
     if getattr(lm, "_hf_peft_config_loaded", False):
         raise ValueError(f"{name}={path}: the base model {source} is an adapter too; expected a whole model")
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise ValueError(
             f"{name}={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, {missing[0]} among them, "
             "which would be random numbers"
@@ -213,7 +218,7 @@ def _from_pretrained(kind: Any, path: str, *source: Any, name: str = "model_name
 
 
 def is_peft_model(lm: Any) -> bool:
-    """Whether a model is PEFT's around another one. Nobody has one where peft is not imported."""
+    """Says whether a model is PEFT's around another one. Nobody has one where peft is not imported."""
     return "peft" in sys.modules and isinstance(lm, sys.modules["peft"].PeftModel)
 
 
@@ -240,7 +245,7 @@ def _with_adapter(lm: Any, a: TrainArguments) -> Any:
 
 
 def _check_adapter(lm: Any, a: TrainArguments, *, continues: bool) -> None:
-    """Raise ValueError where an adapter that is trained on makes options ineffective, or where something is trained
+    """Raises ValueError where an adapter that is trained on makes options ineffective, or where something is trained
     that its files, or vLLM, would not have."""
     from peft import get_peft_model_state_dict
 
@@ -260,7 +265,8 @@ def _check_adapter(lm: Any, a: TrainArguments, *, continues: bool) -> None:
 
 
 def _without_dropout(lm: nn.Module) -> None:
-    """With dropout the policy that is scored is not the policy that sampled: ratios are not 1 before the first step."""
+    """Switches dropout off. With it the policy that is scored is not the policy that sampled: ratios are not 1 before
+    the first step."""
     for module in lm.modules():
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
@@ -279,17 +285,18 @@ class TeacherModel:
         name = "teacher_model_name_or_path"
         self.ids: dict[str, Any] = {"top_k": arguments.teacher_top_k, "mode": arguments.teacher_top_k_mode}
         self.lm = load_frozen(path, arguments, name=name).to(device)
-        own = _load_tokenizer(path, arguments, name=name).get_vocab()
-        if differing := [word for word, i in tokenizer.get_vocab().items() if own.get(word) != i]:
+        ids, teacher_ids = tokenizer.get_vocab(), _load_tokenizer(path, arguments, name=name).get_vocab()
+        if differing := [word for word, i in ids.items() if teacher_ids.get(word) != i]:
+            word = differing[0]
             raise ValueError(
-                f"{name}={path}: its tokenizer gives {differing[0]!r} the id {own.get(differing[0])}, the model's "
-                f"{tokenizer.get_vocab()[differing[0]]}; expected a teacher with the same ids"
+                f"{name}={path}: its tokenizer gives {word!r} the id {teacher_ids.get(word)}, the model's {ids[word]}; "
+                "expected a teacher with the same ids"
             )
 
     @torch.no_grad()
     def __call__(self, inputs: dict[str, Any], vocab_size: int) -> Teacher:
-        """For the completions of model_inputs; rows of its weight beyond `vocab_size`, which are padding, are left
-        out."""
+        """Returns the teacher for the completions of model_inputs; rows of its weight beyond `vocab_size`, which are
+        padding, are left out."""
 
         def head(
             hidden: Tensor, weight: Tensor, ids: Tensor, *, lm_head_bias: Tensor | None, **transform: Any
@@ -318,7 +325,7 @@ class ReferencePolicy:
     @contextmanager
     @torch.no_grad()
     def active(self) -> Iterator[None]:
-        """Within it the policy has the reference's parameters, exchanged one by one; no second model is held."""
+        """Gives the policy, within it, the reference's parameters, exchanged one by one; no second model is held."""
         self._exchange()
         try:
             yield
@@ -333,12 +340,12 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        """reference = (1 - share) * reference + share * policy."""
+        """Sets reference = (1 - share) * reference + share * policy."""
         for parameter, copy in self.pairs.values():
             copy.lerp_(parameter.detach(), share)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors on the CPU; under FSDP2 every rank has to call it."""
+        """Returns whole tensors on the CPU; under FSDP2 every rank has to call it."""
         return {name: whole(copy).cpu().contiguous() for name, (_, copy) in self.pairs.items()}
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ class History:
         return fmean(values) if len(values := self.last(key, count)) == count else NAN
 
     def least(self, key: str) -> float:
-        """The lowest of the last `SOON` values."""
+        """Returns the lowest of the last `SOON` values."""
         return min(values) if len(values := self.last(key, SOON)) == SOON else NAN
 
     def start_mean(self, key: str) -> float:
@@ -89,18 +89,19 @@ class History:
         return max(0.0, high - low)
 
     def rises(self, steps: int) -> bool:
-        """Whether the reward is higher than it was so many steps ago, in means of `SPAN` steps."""
+        """Says whether the reward is higher than it was so many steps ago, in means of `SPAN` steps."""
         earlier = fmean(self.last("reward", steps)[:SPAN] or [NAN])
         return self.mean("reward", SPAN) - earlier > REWARD_SHARE * self.reward_range()
 
     def is_solved(self) -> bool:
-        """Whether most groups, or all but a few completions, have the highest reward."""
+        """Says whether most groups, or all but a few completions, have the highest reward."""
         near = self.limits[1] - REWARD_SHARE * self.reward_range()
         return self.mean("all_max_groups") >= 0.5 or (self.reward_range() > 0 and self.mean("reward") >= near)
 
 
 def held_out_change(h: History) -> float:
-    """The held-out reward less the best before it, in standard errors; NaN where the training reward did not rise."""
+    """Returns the held-out reward less the best before it, in standard errors; NaN where the training reward did not
+    rise."""
     evaluation = h.record["evaluation"]
     now, training = evaluation.get("reward"), fmean(h.last("reward", SPAN) or [NAN])
     if now is None:
@@ -135,7 +136,7 @@ def growth(h: History) -> float:
 
 
 def effective_sample(h: History) -> float:
-    """The smaller of those of the ratios to the sampling engine, and of the weights in use."""
+    """Returns the smaller effective sample: of the ratios to the sampling engine, or of the weights in use."""
     return min((fmean(x) for key in EFFECTIVE if len(x := h.last(key, SOON)) == SOON), default=NAN)
 
 
@@ -253,7 +254,7 @@ class Monitor:
             self.update(record)
 
     def update(self, record: Record) -> list[Alarm]:
-        """The alarms that begin with this record: of a step, or an evaluation (with the key "evaluation")."""
+        """Returns the alarms that begin with this record: of a step, or an evaluation (with the key "evaluation")."""
         record = {key: value for key, value in record.items() if value is not None}
         self._history.push(record)
         kinds = [kind for kind, rule in RULES.items() if any(key in record for key in rule.needs)]

@@ -27,13 +27,14 @@ OF_A_RUN = "made_by_grpo_kernels"  # an attribute of accelerate's state
 
 
 def on_cpu(use_cpu: bool) -> bool:
-    """Whether a run is on the CPU. accelerate has to be told, or takes each process of torchrun for its own run."""
+    """Says whether a run is on the CPU. accelerate has to be told, or takes each process of torchrun for its own
+    run."""
     return use_cpu or not torch.accelerator.is_available()
 
 
 def forget_earlier_run() -> None:
-    """Let a second run in one process have other options: accelerate keeps those of the first Accelerator. One that the
-    user has made is left as it is."""
+    """Lets a second run in one process have other options: accelerate keeps those of the first Accelerator. One that
+    the user has made is left as it is."""
     if OF_A_RUN in AcceleratorState._shared_state:
         AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
 
@@ -51,12 +52,12 @@ class Ranks:
         return list(rows[self.index * size : (self.index + 1) * size])
 
     def gather(self, rows: list[Any]) -> list[Any]:
-        """The rows of all ranks, in the order of the ranks."""
+        """Returns the rows of all ranks, in the order of the ranks."""
         return list(gather_object(rows))
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """An error of one rank within it becomes an error of all: the others would wait for that rank without end.
+        """Makes an error of one rank within it an error of all: the others would wait for that rank without end.
 
         Holds no collective operation.
         """
@@ -71,7 +72,8 @@ class Ranks:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that FSDP2 shards with the parts of all ranks, each of which has to ask; any other one as it is."""
+    """Returns a tensor that FSDP2 shards with the parts of all ranks, each of which has to ask; any other one as it
+    is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -90,7 +92,7 @@ class Signals:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the first signal is noted; a second Ctrl-C interrupts at once."""
+        """Notes the first signal within it; a second Ctrl-C interrupts at once."""
         hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]  # ignored: by nohup
         is_main = threading.current_thread() is threading.main_thread()  # other threads get no signals
         numbers = [signal.SIGTERM, signal.SIGINT, *hangup] if is_main else []
@@ -103,7 +105,8 @@ class Signals:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within it a signal to a single process interrupts at once; what it holds may be long and changes no state."""
+        """Lets a signal to a single process interrupt at once what is within it, which may be long and changes no
+        state."""
         self._at_once = self.ranks.count == 1
         try:
             if self._at_once and self.received:
@@ -126,14 +129,14 @@ class Signals:
                 os.write(2, b"\nstopping after this step; Ctrl-C again quits now\n")
 
     def check(self) -> None:
-        """Raise Interrupted where any rank got a signal; every rank calls it."""
+        """Raises Interrupted where any rank got a signal; every rank calls it."""
         self.received = max(self.ranks.gather([self.received]))
         if self.received:
             raise Interrupted
 
 
 def _leave_terminal() -> None:
-    """Write to nowhere what a terminal would have shown: to write to a closed one is an error."""
+    """Writes to nowhere what a terminal would have shown: to write to a closed one is an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for handle in (1, 2):
         with suppress(OSError):  # it was closed before
@@ -163,17 +166,16 @@ def make_accelerator(a: TrainArguments) -> Accelerator:
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding if a.fsdp else FullyShardedDataParallelPlugin()
     kind, layout = accelerator.distributed_type, accelerator.parallelism_config
-    own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    for name, found, expected in (
+    for name, value, expected in (
         ("distributed_type", kind.value, ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP")),
         ("fsdp_version", accelerator.state.fsdp_plugin.fsdp_version if kind is DistributedType.FSDP else 2, (2,)),
-        ("mixed_precision", own[0], ("no", precision)),
+        ("mixed_precision", os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), ("no", precision)),
         ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, (1,)),
-        ("dynamo_backend", own[1], ("no",)),
+        ("dynamo_backend", os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(), ("no",)),
         ("non_data_parallel_size", layout.non_data_parallel_size if layout else 1, (1,)),
     ):
-        if found not in expected:
-            raise ValueError(f"accelerate's configuration has {name}={found}; expected {', '.join(map(str, expected))}")
+        if value not in expected:
+            raise ValueError(f"accelerate's configuration has {name}={value}; expected {', '.join(map(str, expected))}")
     if absent := sorted(set(a.report_to) - set(map(str, accelerator.log_with))):  # accelerate says nothing
         raise ValueError(f"report_to={', '.join(absent)}: not installed (pip install {' '.join(absent)})")
     return accelerator

@@ -29,24 +29,24 @@ def parse(text: str | bytes) -> Any:
 def parse_record(line: str | bytes) -> Record | None:
     """Returns the record of a line, with an integer as its step; None where the line is none, or holds a value of
     another type than the trainer writes under that name."""
-    found = parse(line)
-    if not isinstance(found, dict) or not _has_known_types(found):
+    record = parse(line)
+    if not isinstance(record, dict) or not _has_known_types(record):
         return None
-    step = found.get("step")
-    return {**found, "step": int(step)} if step is not None and 0 <= step < 2**53 else None
+    step = record.get("step")
+    return {**record, "step": int(step)} if step is not None and 0 <= step < 2**53 else None
 
 
 def records_of(text: bytes) -> tuple[dict[int, Record], str]:
     """Returns the records of a file by their lines, from 0, and what is to say of the lines that are none, or ""."""
     lines = text.splitlines()
-    found = {i: record for i, line in enumerate(lines) if (record := parse_record(line)) is not None}
-    odd = [i + 1 for i, line in enumerate(lines) if i not in found and line.strip()]
+    records = {i: record for i, line in enumerate(lines) if (record := parse_record(line)) is not None}
+    odd = [i + 1 for i, line in enumerate(lines) if i not in records and line.strip()]
     problem = f"{len(odd)} of {len(lines):,} lines cannot be read and are left out; the first is line {(odd or [0])[0]}"
-    return found, problem if odd else ""
+    return records, problem if odd else ""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that float() takes, NaN and infinity among them."""
+    """Says whether it is a number that float() takes, NaN and infinity among them."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1e308
     return isinstance(value, float)
@@ -66,7 +66,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def _has_known_types(record: Any) -> bool:
-    """Whether its values are numbers or None, but for those of `_TYPES`."""
+    """Says whether its values are numbers or None, but for those of `_TYPES`."""
     return isinstance(record, dict) and all(
         _TYPES[name](value) if name in _TYPES else value is None or is_number(value) for name, value in record.items()
     )

@@ -76,7 +76,7 @@ CHARTS = [
 
 
 def run(argv: Sequence[str]) -> int:
-    """`grpo-kernels report DIR`; returns the exit status."""
+    """Runs `grpo-kernels report DIR`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="grpo-kernels report", description="Write DIR/report.html, a page on its own."
     )
@@ -145,17 +145,17 @@ def read_lines(path: Path, notes: list[str]) -> list[Record]:
     if not os.path.lexists(path):
         notes.append(f"There is no {path.name}.")
         return []
-    found, problem = records_of(read_file(path))
+    records, problem = records_of(read_file(path))
     notes += [f"{path.name}: {problem}."] if problem else []
-    return list(found.values())
+    return list(records.values())
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    found = parse(read_file(path)) if os.path.lexists(path) else {}
-    if not isinstance(found, dict):
+    value = parse(read_file(path)) if os.path.lexists(path) else {}
+    if not isinstance(value, dict):
         notes.append(f"{path.name} could not be read.")
         return {}
-    return found
+    return value
 
 
 def state_of(folder: Path, records: list[Record], config: Record, summary: Record) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def state_of(folder: Path, records: list[Record], config: Record, summary: Recor
         state, text = "finished", f"Finished after {counted(last, 'step')}."
     elif records:
         age = timedelta(seconds=max(0, round(time.time() - (folder / "log.jsonl").stat().st_mtime)))
-        of_goal = f" of {goal}" if goal else ""
-        state, text = "unfinished", f"Step {last}{of_goal}; the log was last written {age} before this report."
+        out_of = f" of {goal}" if goal else ""
+        state, text = "unfinished", f"Step {last}{out_of}; the log was last written {age} before this report."
     else:
         state, text = "empty", "No step is logged yet."
     facts = [str(config[name]) for name in ("model_name_or_path", "dataset_name", "loss_type") if config.get(name)]
@@ -197,32 +197,33 @@ def tiles_of(records: list[Record], evaluations: list[Record], summary: Record) 
 
 def flat(record: Record) -> Record:
     """Returns an evaluation with keys eval/...; eval/pass_at_n is pass@k for the largest k."""
-    found = {"step": record["step"]} | {f"eval/{key}": value for key, value in record["evaluation"].items()}
+    numbers = {"step": record["step"]} | {f"eval/{key}": value for key, value in record["evaluation"].items()}
     if at_k := record["evaluation"].get("pass_at_k"):
-        found["eval/pass_at_n"] = at_k[max(at_k, key=int)]
-    return found
+        numbers["eval/pass_at_n"] = at_k[max(at_k, key=int)]
+    return numbers
 
 
 def series_of(records: list[Record]) -> dict[str, dict[str, list[Any]]]:
     """Returns each number of the records, "y", with its steps, "x"; a value that is not finite is None."""
-    found: dict[str, dict[str, list[Any]]] = {}
+    series: dict[str, dict[str, list[Any]]] = {}
     for record in records:
         for key, value in record.items():
             if is_number(value):
-                line = found.setdefault(key, {"x": [], "y": []})
+                line = series.setdefault(key, {"x": [], "y": []})
                 line["x"].append(record["step"])
                 line["y"].append(finite(value))
-    return found
+    return series
 
 
 def charts_of(series: dict[str, Any]) -> list[Chart]:
     """Returns the charts that have data: `CHARTS`, and of what a reward function gave or logged one each."""
     names = [key.split("/")[1] for key in series if key.startswith("rewards/") and key.endswith("/mean")]
-    own = [
+    reward_charts = [
         Chart(f"Reward {name}", "", {f"rewards/{name}/mean": "mean", f"rewards/{name}/std": "std"}) for name in names
     ]
-    own += [Chart(key.removeprefix("metrics/"), "", {key: "mean"}) for key in series if key.startswith("metrics/")]
-    return [chart for chart in [*CHARTS, *own] if series.keys() & chart.lines]
+    logged = [name for name in series if name.startswith("metrics/")]
+    metric_charts = [Chart(name.removeprefix("metrics/"), "", {name: "mean"}) for name in logged]
+    return [chart for chart in [*CHARTS, *reward_charts, *metric_charts] if series.keys() & chart.lines]
 
 
 def samples_of(rows: list[Record]) -> list[dict[str, Any]]:

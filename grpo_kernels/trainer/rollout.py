@@ -61,7 +61,7 @@ class Completion:
 
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any, *, left: bool) -> tuple[Tensor, Tensor]:
-    """(ids, mask), (B, longest) int64, padded on one side. A tensor per row would take ten times as long."""
+    """Returns (ids, mask), (B, longest) int64, padded on one side. A tensor per row would take ten times as long."""
     longest = max(map(len, rows))
 
     def filled(row: Sequence[int], value: int) -> list[int]:
@@ -74,13 +74,13 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any, *, left: boo
 
 @torch.no_grad()
 def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
-    """A task of the policy without gradients. FSDP2 keeps the last parameters whole after it, which would hide later
-    changes."""
-    found = policy(task, **inputs)
+    """Runs a task of the policy without gradients. FSDP2 keeps the last parameters whole after it, which would hide
+    later changes."""
+    result = policy(task, **inputs)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return found
+    return result
 
 
 @dataclass
@@ -102,35 +102,35 @@ class Sampler:
     def sample(
         self, prompts: Sequence[list[int]], *, stream: str, greedy: bool = False, step: int = 0
     ) -> list[Sampled]:
-        """One completion per prompt. stream: what the random numbers are made from, beside the rank; step: the
+        """Returns one completion per prompt. stream: what the random numbers are made from, beside the rank; step: the
         optimizer step that the policy comes from."""
         set_seed(random.Random(f"{stream} {self.ranks.index}").getrandbits(32))
         wrapped: Any = getattr(self.policy, "module", self.policy)  # within DDP
         if self.vllm is not None:
             return self.vllm.sample(wrapped.lm, prompts, self.arguments, greedy=greedy, step=step, ends=self.ends)
         self.policy.eval()
-        size, found = self.arguments.rows_per_rollout(1), []
+        size, sampled = self.arguments.rows_per_rollout(1), []
         for first in range(0, len(prompts), size):
             self.progress(first, len(prompts))
             with self.signals.at_once():
-                found += infer(
+                sampled += infer(
                     self.policy, "sample", prompts=prompts[first : first + size], arguments=self.arguments,
                     greedy=greedy, ends=self.ends, pad_id=self.tokenizer.pad_token_id,
                     synced=isinstance(self.policy, FSDPModule),
                 )  # fmt: skip
             self.signals.check()
         wrapped.decoder.make_room()
-        return found
+        return sampled
 
     def text(self, prompt: Any, ids: Sequence[int]) -> Any:
-        """A completion as reward functions get it."""
+        """Returns a completion as reward functions get it."""
         return reply(prompt, self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def for_evaluation(
         self, prompts: list[list[int]], *, greedy: bool, seed: int, step: int = 0
     ) -> list[tuple[list[int], str]]:
-        """Ids and texts for all prompts: all ranks sample a share, and get all."""
+        """Returns ids and texts for all prompts: all ranks sample a share, and get all."""
         size = -(-len(prompts) // self.ranks.count) * self.ranks.count
-        own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
-        found = self.sample(own, stream=f"evaluation {seed}", greedy=greedy, step=step)
-        return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
+        local = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
+        sampled = self.sample(local, stream=f"evaluation {seed}", greedy=greedy, step=step)
+        return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in sampled])[: len(prompts)]]

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import get_scheduler
 
 from ..teacher import check_teacher_values
 from . import RunError, reason_of
-from .adamw import check_state_of, is_low, make_optimizer
+from .adamw import check_state_of, make_optimizer
 from .arguments import TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import (
@@ -29,6 +27,8 @@ from .checkpoint import (
     RUN,
     STATE,
     Progress,
+    bytes_of_checkpoint,
+    check_room,
     check_state,
     claim_folder,
     fingerprint_of_weights,
@@ -37,9 +37,10 @@ from .checkpoint import (
     read_checkpoint,
 )
 from .data import Prompt, fingerprint, load_prompts
-from .decoding import MIB, choose_decoder
-from .files import lock_folder, new_folder, remove_leftovers, write_atomically, write_json
+from .decoding import choose_decoder
+from .files import FolderLock, new_folder, remove_leftovers, write_atomically, write_json
 from .log import RunLog
+from .memory import advice_on_memory
 from .mismatch import check_sampler, fix_rotary
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
@@ -60,190 +61,63 @@ class Given(NamedTuple):
 
 
 NOTHING = Given({})
-# Of allocators that raise RuntimeError: torch's for CPUs, cuBLAS, CUDA's runtime.
-OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
 
 
-@contextmanager
-def advice_on_memory(phase: Callable[[], str]) -> Iterator[None]:
-    """Make RunError, with the options to lower, of an allocation that fails within it. phase: what was going on."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not (known or any(words in str(error) for words in OUT_OF_MEMORY)):
-            raise
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise RunError(
-            f"out of memory ({phase()}): {reason[0]}; lower per_device_train_batch_size, with "
-            "gradient_accumulation_steps raised as much, or max_completion_length. Less memory is taken with "
-            "gradient_checkpointing, with use_peft, with fsdp over several GPUs, or by a smaller model"
-        ) from error
-
-
+@dataclass
 class Run:
-    """The parts of a run. policy: as the accelerator prepared it; checkpoint: the one to go on from; options: the
-    arguments as files record them.
+    """The parts of a run that its steps do not replace, made by `open_run`.
 
-    Making them raises ValueError or TypeError, one sentence, with nothing overwritten.
+    options: the arguments as files record them. lock: of the folder, on the first rank. checkpoint: the one to go on
+    from. inputs: fingerprints of what a checkpoint does not hold, by the options that name it. policy and optimizer: as
+    the accelerator prepared them. probe: inputs of a single token, whose log-probability tells whether they are sound.
     """
 
-    def __init__(self, arguments: TrainArguments, given: Given = NOTHING):
-        forget_earlier_run()
-        self.ranks = Ranks(use_cpu=arguments.use_cpu)
-        arguments.check(self.ranks.count)
-        self.options = to_json(arguments, self.ranks.count)
-        self.arguments = a = arguments
-        self.folder = Path(a.output_dir).absolute()  # a reward function may change the working directory
-        self.accelerator = make_accelerator(a)
-        with self.ranks.raise_on_all():
-            if self.accelerator.is_main_process:
-                self.unlock = weakref.finalize(self, os.close, lock_folder(self.folder))
-                remove_leftovers(self.folder)
-        with self.ranks.raise_on_all():
-            self.checkpoint = claim_folder(self.folder, arguments, self.ranks.count)
-            source = a.model_name_or_path or str(self.folder / f"start-model-{a.seed}")
-            if a.model_name_or_path is None and self.ranks.index == 0 and not Path(source).exists():
-                from .arithmetic import start_model
-
-                start_model(source, seed=a.seed, quiet=a.dry_run)
-        self.tokenizer = tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
-        lm = load_model(source, a, self.checkpoint, given.model)
-        self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=which) for which in (False, True))
-        self.vocab_size = lm.get_input_embeddings().weight.shape[0]
-        self.inputs = {"dataset_name": fingerprint(self.prompts)}  # what a checkpoint does not hold
-        self._compare("model_name_or_path", lm if a.use_peft else None)
-        self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
-        policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
-        ends = eos_ids(lm, tokenizer)
-        length = longest_row(a, [*self.prompts, *self.held_out])
-        fix_rotary(lm, length)
-        vllm = VLLM(lm.name_or_path if a.use_peft else source, a, lm, length) if a.use_vllm else None
-        with advice_on_memory(lambda: "set-up"):
-            self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
-            self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
-            self.scheduler = get_scheduler(a.lr_scheduler_type, self.optimizer, a.warmup_steps, a.max_steps)
-            if a.warmup_steps > a.max_steps and self.ranks.index == 0:
-                words = f"warmup_steps={a.warmup_steps} is beyond max_steps={a.max_steps}"
-                print(f"{words}: learning_rate is not reached", file=sys.stderr)
-            self.teacher, name = None, a.teacher_model_name_or_path
-            if name is not None:
-                self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
-                self._compare("teacher_model_name_or_path", self.teacher.lm)
-                fix_rotary(self.teacher.lm, length)
-            ids = self.prompts[0].ids
-            first = Completion(0, self.prompts[0].prompt, ids, {}, ids[-1:], ended=True)
-            self._first_inputs = model_inputs([first], a, tokenizer.pad_token_id, self.accelerator.device)
-            self._score_a_token()
-            if vllm is None:
-                choose_decoder(self.policy, self.ranks, a)
-            self.signals = Signals(self.ranks)
-            self.sampler = Sampler(
-                self.policy, tokenizer, a, ends, self.ranks, self.signals, progress=lambda *_: None, vllm=vllm
-            )
-            check_sampler(self.sampler, [prompt.ids for prompt in self.prompts])
-        with self.ranks.raise_on_all():
-            if self.accelerator.is_main_process:
-                self._try_to_save()
-                if not a.dry_run:  # whose folder is another one
-                    self.check_room(self.folder)
-            if not a.dry_run:
-                init_trackers(self.accelerator, a, self.options)
-            if self.accelerator.is_main_process:
-                write_json(self.folder / CONFIG, self.options)
-        self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
-        self.log = RunLog(self.folder, self.accelerator, a)
-        self.sampler.progress = self.log.part
-
-    def _compare(self, option: str, frozen: Any) -> None:
-        """Raise RunError where what the run takes is not what its checkpoint was written with. frozen: a model, or
-        None, of which a checkpoint has no weights; only the first rank needs to hold it whole."""
-        with self.ranks.raise_on_all():
-            if self.accelerator.is_main_process:
-                if frozen is not None:
-                    self.inputs[option] = fingerprint_of_weights(frozen)
-                if self.checkpoint is not None:
-                    check_state(self.checkpoint, self.arguments, self.inputs)
-
-    def _score_a_token(self) -> None:
-        """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
-        and where the model is prepared, since parameters are whole in its forward alone. Broken weights show too."""
-        option = "model_name_or_path"
-        try:
-            if not math.isfinite(logp := self._logp_of_a_token()):
-                raise ValueError(f"the log-probabilities of its tokens are {logp}; expected weights that are finite")
-            if self.teacher is not None:
-                option = "teacher_model_name_or_path"
-                teacher = self.teacher(self._first_inputs, self.vocab_size)
-                if (rows := len(teacher.weight)) < self.vocab_size:
-                    raise ValueError(f"its lm_head has {rows} rows, the model's {self.vocab_size}; expected as many")
-                option = "teacher_top_k"
-                check_teacher_values(teacher, self.vocab_size, None)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{option}={getattr(self.arguments, option)}: {error}") from error
-
-    def _try_to_save(self) -> None:
-        """Raise ValueError where model or tokenizer cannot be saved."""
-        config = getattr(self.bare_policy.lm, "generation_config", None)
-        if config is not None:
-            try:
-                config.validate(strict=True)
-            except ValueError:  # of a temperature, say, which generate() passes over
-                config.do_sample = True
-                print("generation_config has options of sampling without do_sample: it gets do_sample", file=sys.stderr)
-        try:
-            with new_folder(self.folder / "trial") as folder:
-                if not self.arguments.use_peft:  # PEFT saves no adapter without its tensors
-                    save_model(self.bare_policy.lm, folder, {})
-                self.tokenizer.save_pretrained(folder)
-        except Exception as error:  # of many types, of transformers, tokenizers and the system
-            reason = f"model and tokenizer cannot be saved: {reason_of(error)}"
-            raise ValueError(f"output_dir={self.folder}: {reason}") from error
-
-    def bytes_of_checkpoint(self) -> int:
-        """Of weights (of an adapter the trained ones), AdamW's state and the reference policy; the rest is little."""
-        a, size = self.arguments, 0
-        for p in self.policy.parameters():
-            if p.requires_grad:
-                size += p.numel() * (p.itemsize * (1 + bool(a.beta)) + (12 if is_low(p) else 8))
-            elif not a.use_peft:
-                size += p.numel() * p.itemsize
-        return size
-
-    def check_room(self, folder: Path) -> None:
-        """Raise ValueError where a checkpoint has no room on the disk of a folder that may not be made yet."""
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        size, free = self.bytes_of_checkpoint() / MIB, shutil.disk_usage(there).free / MIB
-        if free < size:
-            sizes = f"a checkpoint takes {size:,.1f} MiB, its disk has {free:,.1f} MiB left"
-            raise ValueError(f"output_dir={folder}: {sizes}")
-
-    def _logp_of_a_token(self) -> float:
-        """Nats, of the last token of the first prompt, once more after it."""
-        return float(infer(self.policy, "logps", **self._first_inputs, **self.arguments.scoring_options()))
+    arguments: TrainArguments
+    options: dict[str, Any]
+    ranks: Ranks
+    accelerator: Accelerator
+    folder: Path
+    lock: FolderLock | None
+    checkpoint: Path | None
+    inputs: dict[str, str]
+    tokenizer: Any
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    rewards: Rewards | None
+    policy: Any
+    bare_policy: Policy
+    vocab_size: int
+    optimizer: Any
+    scheduler: Any
+    teacher: TeacherModel | None
+    reference: ReferencePolicy | None
+    probe: dict[str, Any]
+    signals: Signals
+    sampler: Sampler
+    log: RunLog
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that steps change."""
+        """Returns the parameters that steps change."""
         return [p for p in self.policy.parameters() if p.requires_grad]
 
     def check_sound(self, step: int) -> None:
-        """Raise RunError where what is to be saved is not finite; every rank calls it, and all raise.
+        """Raises RunError where what is to be saved is not finite; every rank calls it, and all raise.
 
         NaN in the weights ends the step that leaves it, see `Trainer.update`; what is infinite in Adam's moments, or in
         logits of weights that are finite, shows in no later number of the run.
         """
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         reference = () if self.reference is None else (copy for _, copy in self.reference.pairs.values())
-        found = {
+        numbers = {
             "the norm of the weights": norm(self.trained()),
             "the norm of the optimizer's state": norm(x for x in moments if x.dim()),
             "the norm of the reference policy": norm(reference),
-            "a log-probability under the policy": self._logp_of_a_token(),
+            "a log-probability under the policy": logp_of_probe(self.policy, self.probe, self.arguments),
         }
-        self.check_finite(f"after step {step}", found)
+        self.check_finite(f"after step {step}", numbers)
 
     def check_finite(self, where: str, numbers: dict[str, float]) -> None:
-        """Raise RunError, on all ranks, where a number is not finite."""
+        """Raises RunError, on all ranks, where a number is not finite."""
         wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
         with self.ranks.raise_on_all():
             if wrong:
@@ -251,25 +125,25 @@ class Run:
                 raise RunError(f"{words}; the run ends here, and its checkpoints are those of earlier steps")
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """Whole parameters; every rank has to ask."""
+        """Returns whole parameters; every rank has to ask."""
         state = self.accelerator.get_state_dict(self.policy)
         return {name.removeprefix("lm."): tensor for name, tensor in state.items()}
 
     def write_model(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
-        """Model and tokenizer in transformers' format."""
+        """Writes model and tokenizer in transformers' format."""
         save_model(self.bare_policy.lm, folder, state)
         self.tokenizer.save_pretrained(folder)
 
     def save_model(self, folder: Path) -> None:
-        """The model alone, atomically."""
+        """Writes the model alone, atomically."""
         state = self.model_state()
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 write_atomically(folder, lambda partial: self.write_model(partial, state))
 
     def save(self, progress: Progress) -> None:
-        """Write checkpoint-STEP, unless it would be of no use; every rank calls it, the first one writes, and all raise
-        where that fails."""
+        """Writes checkpoint-STEP, unless it would be of no use; every rank calls it, the first one writes, and all
+        raise where that fails."""
         self.log.phase("saving")
         self.check_sound(progress.step)
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -299,7 +173,7 @@ class Run:
                 prune(self.folder, self.arguments.save_total_limit, progress.step)
 
     def restore(self) -> Progress:
-        """The progress of `self.checkpoint`; its optimizer, scheduler and reference policy are loaded.
+        """Returns the progress of `self.checkpoint`, and loads its optimizer, scheduler and reference policy.
 
         The weights were read with the model. Raises RunError where they do not fit it.
         """
@@ -328,8 +202,8 @@ class Run:
         if self.rewards is not None:
             self.rewards.close()
         self.log.close()
-        if self.accelerator.is_main_process:
-            self.unlock()
+        if self.lock is not None:
+            self.lock.release()
         # torch 2.13: where a thread of gloo has not yet let go of the last message, taking the process group down waits
         # for that thread, which waits for Python. Without this pause one run in ten of two processes never ends.
         if self.ranks.count > 1:
@@ -339,14 +213,173 @@ class Run:
         self.accelerator.end_training()
 
 
+def open_run(a: TrainArguments, objects: Given = NOTHING) -> Run:
+    """Opens a run: makes all that its steps need.
+
+    The order: the options and the processes; the folder, locked before anything in it is read or changed; the model and
+    the data, compared with those of the checkpoint; the rewards; vLLM, which takes its memory before the policy does;
+    the policy and all that needs it prepared; the first files at last. Raises ValueError or TypeError, one sentence,
+    with nothing overwritten.
+    """
+    forget_earlier_run()
+    ranks = Ranks(use_cpu=a.use_cpu)
+    a.check(ranks.count)
+    options = to_json(a, ranks.count)
+    folder = Path(a.output_dir).absolute()  # a reward function may change the working directory
+    accelerator = make_accelerator(a)
+    lock = lock_output(folder, ranks)
+    with ranks.raise_on_all():
+        checkpoint = claim_folder(folder, a, ranks.count)
+        source = a.model_name_or_path or make_start_model(folder, a, ranks)
+    tokenizer = load_tokenizer(getattr(objects.model, "name_or_path", source), a, objects.tokenizer)
+    lm = load_model(source, a, checkpoint, objects.model)
+    vocab_size = lm.get_input_embeddings().weight.shape[0]
+    prompts = load_data(a, tokenizer, lm, objects, held_out=False)
+    held_out = load_data(a, tokenizer, lm, objects, held_out=True)
+    inputs = {"dataset_name": fingerprint(prompts)}
+    inputs |= check_inputs(inputs, {"model_name_or_path": lm} if a.use_peft else {}, checkpoint, a, ranks)
+    rewards = make_rewards(a, tokenizer, prompts, held_out, objects)
+    longest = longest_row(a, [*prompts, *held_out])
+    fix_rotary(lm, longest)
+    ends = eos_ids(lm, tokenizer)
+    policy: Any = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
+    vllm = VLLM(lm.name_or_path if a.use_peft else source, a, lm, longest) if a.use_vllm else None
+    with advice_on_memory(lambda: "set-up"):
+        policy, optimizer = accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
+        bare_policy = accelerator.unwrap_model(policy)
+        scheduler = make_scheduler(optimizer, a, ranks)
+        teacher = None
+        if (name := a.teacher_model_name_or_path) is not None:
+            teacher = TeacherModel(name, a, tokenizer, accelerator.device)
+            inputs |= check_inputs(inputs, {"teacher_model_name_or_path": teacher.lm}, checkpoint, a, ranks)
+            fix_rotary(teacher.lm, longest)
+        probe = make_probe(prompts[0], a, tokenizer, accelerator.device)
+        check_logps(policy, teacher, probe, vocab_size, a)
+        if vllm is None:
+            choose_decoder(policy, ranks, a)
+        signals = Signals(ranks)
+        sampler = Sampler(policy, tokenizer, a, ends, ranks, signals, progress=lambda *_: None, vllm=vllm)
+        check_sampler(sampler, [prompt.ids for prompt in prompts])
+        reference = ReferencePolicy(bare_policy) if a.beta else None
+    with ranks.raise_on_all():
+        if ranks.index == 0:
+            try_to_save(bare_policy.lm, tokenizer, folder, a)
+            if not a.dry_run:  # whose folder is another one
+                check_room(folder, bytes_of_checkpoint(policy, a))
+        if not a.dry_run:
+            init_trackers(accelerator, a, options)
+        if ranks.index == 0:
+            write_json(folder / CONFIG, options)
+    log = RunLog(folder, accelerator, a)
+    sampler.progress = log.part
+    return Run(
+        a, options, ranks, accelerator, folder, lock, checkpoint, inputs, tokenizer, prompts, held_out, rewards, policy,
+        bare_policy, vocab_size, optimizer, scheduler, teacher, reference, probe, signals, sampler, log,
+    )  # fmt: skip
+
+
+def lock_output(folder: Path, ranks: Ranks) -> FolderLock | None:
+    """Locks the folder, on the first rank, and removes what killed runs left in it."""
+    with ranks.raise_on_all():
+        if ranks.index:
+            return None
+        lock = FolderLock(folder)
+        remove_leftovers(folder)
+        return lock
+
+
+def make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
+    """Returns the folder of the arithmetic model that a run without a model begins with; the first rank makes it."""
+    path = folder / f"start-model-{a.seed}"
+    if ranks.index == 0 and not path.exists():
+        from .arithmetic import start_model
+
+        start_model(path, seed=a.seed, quiet=a.dry_run)
+    return str(path)
+
+
+def check_inputs(
+    inputs: dict[str, str], frozen: dict[str, Any], checkpoint: Path | None, a: TrainArguments, ranks: Ranks
+) -> dict[str, str]:
+    """Returns fingerprints of frozen models, by the options that name them; only the first rank, which makes them,
+    needs to hold the models whole. Raises RunError where these or `inputs` are not what the checkpoint was written
+    with."""
+    with ranks.raise_on_all():
+        if ranks.index:
+            return {}
+        weights = {option: fingerprint_of_weights(lm) for option, lm in frozen.items()}
+        if checkpoint is not None:
+            check_state(checkpoint, a, inputs | weights)
+        return weights
+
+
+def make_scheduler(optimizer: Any, a: TrainArguments, ranks: Ranks) -> Any:
+    """Returns the schedule of the learning rate; says where it ends before the warm-up does."""
+    if a.warmup_steps > a.max_steps and ranks.index == 0:
+        words = f"warmup_steps={a.warmup_steps} is beyond max_steps={a.max_steps}"
+        print(f"{words}: learning_rate is not reached", file=sys.stderr)
+    return get_scheduler(a.lr_scheduler_type, optimizer, a.warmup_steps, a.max_steps)
+
+
+def make_probe(prompt: Prompt, a: TrainArguments, tokenizer: Any, device: torch.device) -> dict[str, Any]:
+    """Returns model inputs of the last token of a prompt, once more after it."""
+    completion = Completion(0, prompt.prompt, prompt.ids, {}, prompt.ids[-1:], ended=True)
+    return model_inputs([completion], a, tokenizer.pad_token_id, device)
+
+
+def logp_of_probe(policy: Any, probe: dict[str, Any], a: TrainArguments) -> float:
+    """Returns the log-probability of the probe's token, in nats; every rank calls it."""
+    return float(infer(policy, "logps", **probe, **a.scoring_options()))
+
+
+def check_logps(
+    policy: Any, teacher: TeacherModel | None, probe: dict[str, Any], vocab_size: int, a: TrainArguments
+) -> None:
+    """Raises ValueError for a model, or a teacher, whose logits the loss does not understand, and for weights that are
+    broken: before the first rollout, which may take long, and where the policy is prepared, since parameters are whole
+    in its forward alone."""
+    option = "model_name_or_path"
+    try:
+        if not math.isfinite(logp := logp_of_probe(policy, probe, a)):
+            raise ValueError(f"the log-probabilities of its tokens are {logp}; expected weights that are finite")
+        if teacher is not None:
+            option = "teacher_model_name_or_path"
+            distribution = teacher(probe, vocab_size)
+            if (rows := len(distribution.weight)) < vocab_size:
+                raise ValueError(f"its lm_head has {rows} rows, the model's {vocab_size}; expected as many")
+            option = "teacher_top_k"
+            check_teacher_values(distribution, vocab_size, None)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{option}={getattr(a, option)}: {error}") from error
+
+
+def try_to_save(lm: Any, tokenizer: Any, folder: Path, a: TrainArguments) -> None:
+    """Raises ValueError where model or tokenizer cannot be saved."""
+    config = getattr(lm, "generation_config", None)
+    if config is not None:
+        try:
+            config.validate(strict=True)
+        except ValueError:  # of a temperature, say, which generate() passes over
+            config.do_sample = True
+            print("generation_config has options of sampling without do_sample: it gets do_sample", file=sys.stderr)
+    try:
+        with new_folder(folder / "trial") as trial:
+            if not a.use_peft:  # PEFT saves no adapter without its tensors
+                save_model(lm, trial, {})
+            tokenizer.save_pretrained(trial)
+    except Exception as error:  # of many types, of transformers, tokenizers and the system
+        reason = f"model and tokenizer cannot be saved: {reason_of(error)}"
+        raise ValueError(f"output_dir={folder}: {reason}") from error
+
+
 def _environment() -> dict[str, Any]:
-    """What results may depend on beside the options."""
+    """Returns what results may depend on beside the options."""
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     return {**versions, "threads": torch.get_num_threads()}
 
 
-def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING, *, held_out: bool) -> list[Prompt]:
-    """The prompts to train on, or those to evaluate on: none where the options name none."""
+def load_data(a: TrainArguments, tokenizer: Any, lm: Any, objects: Given = NOTHING, *, held_out: bool) -> list[Prompt]:
+    """Returns the prompts to train on, or those to evaluate on: none where the options name none."""
     name, split = a.dataset_name, a.dataset_train_split
     if held_out:
         name = a.held_out_name
@@ -358,7 +391,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
     if context < 1:
         raise ValueError(f"max_completion_length={a.max_completion_length}; the model has {positions} positions in all")
     prompts = load_prompts(
-        given.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
+        objects.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
         config=a.dataset_config if name == a.dataset_name else None,
         prompt_column=a.prompt_column, answer_column=a.answer_column, system_prompt=a.system_prompt,
         chat_template_kwargs=a.chat_template_kwargs,
@@ -373,23 +406,23 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
 
 
 def longest_row(a: TrainArguments, prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest prompt and completion, or what the user lets vLLM have."""
-    of_engine = (a.vllm_kwargs or {}).get("max_model_len")
-    if isinstance(of_engine, int) and of_engine > 0:
-        return of_engine
+    """Returns the tokens of the longest prompt and completion, or what the user lets vLLM have."""
+    engine_length = (a.vllm_kwargs or {}).get("max_model_len")
+    if isinstance(engine_length, int) and engine_length > 0:
+        return engine_length
     return max(len(prompt.ids) for prompt in prompts) + a.max_completion_length
 
 
 def make_rewards(
-    a: TrainArguments, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
+    a: TrainArguments, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[Prompt], objects: Given = NOTHING
 ) -> Rewards | None:
-    """The reward functions, which find the columns that they read; None where options name none."""
+    """Returns the reward functions, which find the columns that they read; None where options name none."""
     if not a.reward_funcs:
         return None
     # path/file.py:function by an absolute path: the import of another one may change the working directory.
     specs: list[Any] = [
         os.path.abspath(spec) if isinstance(spec, str) and os.path.isfile(spec.rpartition(":")[0]) else spec
-        for spec in given.rewards or a.reward_funcs
+        for spec in objects.rewards or a.reward_funcs
     ]
     rewards = Rewards(specs, a.reward_weights, max_length=a.max_completion_length)
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):

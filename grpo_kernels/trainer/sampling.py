@@ -21,18 +21,18 @@ MAX_SHARE_LEFT = 0.75  # of a batch when rows that have ended leave it: each tim
 
 
 def eos_ids(lm: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion: those of the model's generation_config and the tokenizer's own.
+    """Returns every id that ends a completion: those of the model's generation_config and the tokenizer's own.
 
     Raises ValueError for one that the model has no embedding for.
     """
-    config, found = lm.generation_config, set[int]()
-    size, of_model = lm.get_input_embeddings().weight.shape[0], config and config.eos_token_id
-    for name, ids in (("generation_config of the model", of_model), ("tokenizer", tokenizer.eos_token_id)):
+    config, ends = lm.generation_config, set[int]()
+    size, model_ids = lm.get_input_embeddings().weight.shape[0], config and config.eos_token_id
+    for name, ids in (("generation_config of the model", model_ids), ("tokenizer", tokenizer.eos_token_id)):
         for id in ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]:
             if not (isinstance(id, int) and 0 <= id < size):
                 raise ValueError(f"eos_token_id of the {name} is {id!r}; expected an id from 0 to {size - 1}")
-            found.add(id)
-    return sorted(found)
+            ends.add(id)
+    return sorted(ends)
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def generate(
     lm: Any, prompts: Sequence[Sequence[int]], arguments: TrainArguments, *, ends: Sequence[int], pad_id: int,
     greedy: bool = False, synced: bool = False, decoder: Decoder | None = None,
 ) -> list[Sampled]:  # fmt: skip
-    """One completion of each prompt, drawn from torch's global generator, in one padded batch.
+    """Returns one completion of each prompt, drawn from torch's global generator, in one padded batch.
 
     A prompt that stands several times in a row runs through the model once, and completions that have ended leave the
     batch. synced: every rank calls the model as often as the others, as FSDP2's collectives need. decoder: of
@@ -96,14 +96,14 @@ def generate(
 def _on_any_rank(flag: bool, synced: bool, device: Any) -> bool:
     if not synced:
         return flag
-    found = torch.tensor(flag, device=device, dtype=torch.int32)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return bool(found)
+    flags = torch.tensor(flag, device=device, dtype=torch.int32)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+    return bool(flags)
 
 
 def draw(scores: Any, arguments: TrainArguments, greedy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A token of each row of logits (B, V): ids (B,), their log-probabilities (B,) in nats, and which ids truncated
-    sampling kept, (B, V) bool.
+    """Returns a token of each row of logits (B, V): ids (B,), their log-probabilities (B,) in nats, and which ids
+    truncated sampling kept, (B, V) bool.
 
     The model's generation_config has no say: its top_k or repetition penalty would sample from another distribution
     than the one that the loss scores.
@@ -120,7 +120,7 @@ def draw(scores: Any, arguments: TrainArguments, greedy: bool) -> tuple[Tensor, 
 
 
 def _drawn(probabilities: Tensor) -> Tensor:
-    """An id (B, 1) from each row of probabilities (B, V)."""
+    """Returns an id (B, 1) from each row of probabilities (B, V)."""
     if probabilities.device.type != "cpu":
         # Of a row all are NaN or none, which the log-probability says; here it would end all work on the GPU.
         return torch.multinomial(probabilities.nan_to_num(1.0), 1)

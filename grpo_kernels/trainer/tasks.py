@@ -19,8 +19,8 @@ LARGEST_ROWS, LARGEST_HELD_OUT = 512, 64
 
 
 def arithmetic() -> Rows:
-    """Two-digit additions: all 10,000 in the order of a hash, cut in two. Every run holds out the same ones, so that no
-    evaluation, whatever its seed, meets what a model was trained on."""
+    """Returns two-digit additions: all 10,000 in the order of a hash, cut in two. Every run holds out the same ones, so
+    that no evaluation, whatever its seed, meets what a model was trained on."""
     rows: list[Row] = [
         {"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)
     ]
@@ -29,14 +29,14 @@ def arithmetic() -> Rows:
 
 
 def times_table() -> Rows:
-    """The 64 products of 2 to 9. The held-out rows are among them: this is a task of memory."""
+    """Returns the 64 products of 2 to 9. The held-out rows are among them: this is a task of memory."""
     rows = [_question(f"What is {a} times {b}?", a * b) for a in range(2, 10) for b in range(2, 10)]
     random.Random("times table").shuffle(rows)  # the first ones are shown, and are not all easy
     return rows, rows[:32]
 
 
 def largest_number() -> Rows:
-    """Which of four numbers from 10 to 99 is the largest. No question is in both parts."""
+    """Asks which of four numbers from 10 to 99 is the largest. No question is in both parts."""
     order = random.Random("largest number")
     questions: dict[str, Row] = {}
     while len(questions) < LARGEST_ROWS + LARGEST_HELD_OUT:

@@ -54,12 +54,17 @@ class VLLM:
         overrides: dict[str, Any] = {"head_dtype": "float32"}  # of logits, as the loss has them
         if self._unties:  # else vLLM takes the embedding for the head, as the configuration of the model has it
             overrides["tie_word_embeddings"] = False
-        own = further.get("hf_overrides", {})
-        if not isinstance(own, dict):
-            raise TypeError(f"vllm_kwargs: hf_overrides is a {type(own).__name__}; expected a dict")
-        if twice := settings.keys() & further.keys() | overrides.keys() & own.keys():
+        hf_overrides = further.get("hf_overrides", {})
+        if not isinstance(hf_overrides, dict):
+            raise TypeError(f"vllm_kwargs: hf_overrides is a {type(hf_overrides).__name__}; expected a dict")
+        if twice := settings.keys() & further.keys() | overrides.keys() & hf_overrides.keys():
             raise ValueError(f"vllm_kwargs={a.vllm_kwargs}: the trainer sets {', '.join(sorted(twice))} itself")
-        settings |= {"gpu_memory_utilization": 0.3, "max_model_len": length, **further, "hf_overrides": own | overrides}
+        settings |= {
+            "gpu_memory_utilization": 0.3,
+            "max_model_len": length,
+            **further,
+            "hf_overrides": hf_overrides | overrides,
+        }
         types = [name for name in ("quantization", "kv_cache_dtype") if name in further]
         self.other_types = [f"{name}={further[name]!r}" for name in types]
         with self._reasons():
@@ -79,12 +84,12 @@ class VLLM:
 
     @contextmanager
     def _reasons(self) -> Iterator[None]:
-        """What the engine raises becomes one sentence, with the options that it was given."""
+        """Makes of what the engine raises one sentence, with the options that it was given."""
         try:
             yield
         except Exception as error:  # of any type
-            given = [name for name in ("vllm_kwargs", "top_p", "top_k", "min_p") if self._arguments.is_given(name)]
-            words = [f"{name}={getattr(self._arguments, name)!r}" for name in given]
+            options = [name for name in ("vllm_kwargs", "top_p", "top_k", "min_p") if self._arguments.is_given(name)]
+            words = [f"{name}={getattr(self._arguments, name)!r}" for name in options]
             if self._unties:  # because of an adapter, which is no option of vLLM
                 words.append("tie_word_embeddings=False")
             # pydantic's hold the reason among the values of all fields
@@ -96,7 +101,7 @@ class VLLM:
         self, lm: Any, prompts: Sequence[list[int]], arguments: TrainArguments, *, greedy: bool, step: int,
         ends: Sequence[int],
     ) -> list[Sampled]:  # fmt: skip
-        """One completion per prompt under the weights of `lm` after optimizer step `step`.
+        """Returns one completion per prompt under the weights of `lm` after optimizer step `step`.
 
         Seeds come from torch's generator, one per completion: those of one prompt would be equal otherwise.
         """
@@ -126,7 +131,7 @@ class VLLM:
         return Sampled(ids, bool(ids) and ids[-1] in ends, torch.tensor(logps, dtype=torch.float32), kept)
 
     def _load_weights(self, lm: Any) -> None:
-        """Give the engine the weights of `lm`, and take away what it made from those before."""
+        """Gives the engine the weights of `lm`, and takes away what it made from those before."""
         weights = _weights(lm, once=not self._unties)
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.engine.apply_model(_pack_again)
@@ -134,7 +139,7 @@ class VLLM:
             raise RuntimeError("its cache of prefixes, which are those of earlier weights, could not be reset")
 
     def close(self) -> None:
-        """End the engine. It ends torch's process groups too, and must find them whole."""
+        """Ends the engine. It ends torch's process groups too, and must find them whole."""
         self.engine.llm_engine.engine_core.shutdown()
 
 
@@ -142,10 +147,10 @@ class VLLM:
 
 
 def head_is_embedding(lm: Any) -> bool:
-    """Whether lm_head and embedding have the same parameters, those of adapters included."""
+    """Says whether lm_head and embedding have the same parameters, those of adapters included."""
     ends = lm.get_input_embeddings(), lm.get_output_embeddings()
-    found = [{p for name, p in end.named_parameters() if name != "bias"} for end in ends]
-    return bool(found[0] == found[1])
+    parameters = [{p for name, p in end.named_parameters() if name != "bias"} for end in ends]
+    return bool(parameters[0] == parameters[1])
 
 
 @torch.no_grad()
@@ -168,8 +173,8 @@ def _without_peft(lm: Any) -> Any:
 
 
 def _parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nn.Parameter, list[tuple[Any, str]]]]:
-    """What a model computes with: the name that each parameter has without PEFT's wrappers, and the layers and names of
-    the active adapters of LoRA whose product is added to it."""
+    """Returns what a model computes with: the name that each parameter has without PEFT's wrappers, and the layers and
+    names of the active adapters of LoRA whose product is added to it."""
     if hasattr(module, "original_module"):
         saved = getattr(module, "modules_to_save", {})
         active = [name for name in module.active_adapters if name in saved]
@@ -186,17 +191,17 @@ def _parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nn.Paramet
 
 
 def _matrices(layer: Any, adapter: str) -> list[nn.Parameter]:
-    """LoRA's two matrices in a layer; none of another adapter."""
-    found = []
+    """Returns LoRA's two matrices in a layer; none of another adapter."""
+    weights = []
     for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
         matrices = getattr(layer, name, {})
         if adapter in matrices:
-            found.append(matrices[adapter] if "embedding" in name else matrices[adapter].weight)
-    return found
+            weights.append(matrices[adapter] if "embedding" in name else matrices[adapter].weight)
+    return weights
 
 
 def check_adapter(lm: Any) -> None:
-    """Raise ValueError where `_weights` does not have all that an adapter trains."""
+    """Raises ValueError where `_weights` does not have all that an adapter trains."""
     sent = set()
     for _, parameter, added in _parameters(_without_peft(lm)):
         sent.update([parameter, *(matrix for layer in added for matrix in _matrices(*layer))])
@@ -212,7 +217,7 @@ def check_adapter(lm: Any) -> None:
 
 
 def _head(model: nn.Module) -> tuple[torch.dtype, bool]:
-    """The type of the engine's logits, and whether its head is the embedding."""
+    """Returns the type of the engine's logits, and whether its head is the embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     ends: list[Any] = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
@@ -223,8 +228,8 @@ def _head(model: nn.Module) -> tuple[torch.dtype, bool]:
 
 
 def _pack_again(model: nn.Module) -> None:
-    """On a CPU the engine multiplies by packed copies of weights. reload_weights makes them anew with the weights of
-    their layer; a head that is tied to the embeddings has none of its own."""
+    """Packs weights again. On a CPU the engine multiplies by packed copies of weights. reload_weights makes them anew
+    with the weights of their layer; a head that is tied to the embeddings has none of its own."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     for module in model.modules():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..check import relative_error
+from ..harness import relative_error
 from .baselines import Result
 from .cases import DIVERGENCES
 from .inputs import LOG_RATIOS, Inputs, token_divergences, token_losses

@@ -81,7 +81,7 @@ def train_step(inputs: Inputs, mode: str) -> Step:
     from ...trainer.arguments import TrainArguments
     from ...trainer.data import GIVEN_ROWS
     from ...trainer.loop import Trainer
-    from ...trainer.run import Given, Run
+    from ...trainer.run import Given, open_run
 
     rows, length = inputs.ids.shape
     data = [{"prompt": " ".join(f"w{i}" for i in ids)} for ids in prompts_of(inputs)[::GENERATIONS]]
@@ -92,7 +92,7 @@ def train_step(inputs: Inputs, mode: str) -> Step:
         per_device_train_batch_size=rows, num_generations=min(GENERATIONS, rows), max_completion_length=length,
         save_steps=0, use_cpu=not inputs.hidden.is_cuda,
     )  # fmt: skip
-    run = Run(arguments, Given({GIVEN_ROWS[0]: data}, [rewards], make_tokenizer(words), make_model(inputs)))
+    run = open_run(arguments, Given({GIVEN_ROWS[0]: data}, [rewards], make_tokenizer(words), make_model(inputs)))
     trainer = Trainer(run)
     run.log.start(0, {})
 

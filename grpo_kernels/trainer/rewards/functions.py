@@ -36,8 +36,8 @@ def find(spec: str) -> Callable[..., Any]:
         raise ValueError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function) or isinstance(function, type):
-        found = f"{name!r} of module {module_name!r} is {function!r:.60}"
-        raise ValueError(f"reward {spec!r}: {found}, expected a function")
+        description = f"{name!r} of module {module_name!r} is {function!r:.60}"
+        raise ValueError(f"reward {spec!r}: {description}, expected a function")
     return function
 
 

@@ -68,14 +68,14 @@ def tagged(text: str) -> list[str]:
 
 def boxed(text: str) -> list[str]:
     """Returns the contents of each \\boxed{}, which may have braces inside."""
-    found: list[str] = []
+    contents: list[str] = []
     open_braces: list[int] = []  # where the contents begin, of a box; -1 of other braces
     for match in BRACES.finditer(text):
         if match[0].endswith("{") and match[0] != r"\{":
             open_braces.append(match.end() if len(match[0]) > 1 else -1)
         elif match[0] == "}" and open_braces and (start := open_braces.pop()) >= 0:
-            found.append(text[start : match.start()])
-    return found
+            contents.append(text[start : match.start()])
+    return contents
 
 
 def stated(text: str) -> list[str]:
@@ -132,18 +132,18 @@ def time_limit() -> int | None:
 
 
 def is_read(answer: str) -> bool:
-    """Whether math-verify reads an answer."""
+    """Says whether math-verify reads an answer."""
     return bool(_read(answer, time_limit()))
 
 
 def is_number(answer: str) -> bool:
-    """Whether an answer is a finite number."""
+    """Says whether an answer is a finite number."""
     values = _read(answer, time_limit())
     return bool(values and getattr(values[0], "is_number", False) and getattr(values[0], "is_finite", False))
 
 
 def is_same(gold: str, answer: str) -> bool:
-    """Whether an answer is the right one."""
+    """Says whether an answer is the right one."""
     return _is_same(gold, answer, time_limit())
 
 

@@ -112,10 +112,10 @@ class Function:
             expected = f"one of {', '.join(BUILT_IN)}, module:function or path/file.py:function"
             raise ValueError(f"reward {spec!r} is none of the built-in ones; expected {expected}")
 
-    def call(self, given: dict[str, Any], loop: EventLoop) -> Call:
+    def call(self, columns: dict[str, Any], loop: EventLoop) -> Call:
         """Calls it with copies: what it changes in its arguments is not changed for others, who train on them."""
         try:
-            arguments = pickle.loads(pickle.dumps(given | self.constants))
+            arguments = pickle.loads(pickle.dumps(columns | self.constants))
         except Exception as error:  # of what a column holds
             raise RunError(f"reward {self.name!r} cannot be called: {reason_of(error)}") from error
         return Call(self.function, arguments, loop)
@@ -144,8 +144,8 @@ class Function:
             return Value(NAN, error=(f"reward {self.name!r} returned {item!r:.80}",) * 2)
         return Value(sum(numbers), numbers if has_steps else None)
 
-    def returned(self, found: str, expected: str) -> RunError:
-        return RunError(f"reward {self.name!r} returned {found}, expected {expected}")
+    def returned(self, description: str, expected: str) -> RunError:
+        return RunError(f"reward {self.name!r} returned {description}, expected {expected}")
 
 
 class Rewards:
@@ -207,14 +207,14 @@ class Rewards:
         columns: dict[str, list[Any]], step: int,
     ) -> RewardBatch:  # fmt: skip
         """Scores B completions; raises RunError for a result of the wrong length or type."""
-        given = dict(
+        arguments = dict(
             columns, prompts=prompts, completions=completions, completion_ids=completion_ids,
             trainer_state=SimpleNamespace(global_step=step),
         )  # fmt: skip
         batch, table, count = RewardBatch(), [], len(completions)
         calls: list[Call] = []
         try:
-            calls.extend(function.call(given, self.loop) for function in self.functions)
+            calls.extend(function.call(arguments, self.loop) for function in self.functions)
             for call in calls:
                 call.finish()
         except BaseException:  # Ctrl-C, say: nobody waits for the others
@@ -248,18 +248,19 @@ class Rewards:
         self.loop.close()
 
     def _steps(self, values: Sequence[Value], index: int) -> list[float]:
-        """The weighted rewards of a completion's steps; the last has what functions gave for the whole completion."""
+        """Returns the weighted rewards of a completion's steps; the last has what functions gave for the whole
+        completion."""
         counts = {len(value.steps) for value in values if value.steps}
         if not counts or any(value.error for value in values):
             return []
         if len(counts) > 1:
             raise RunError(f"completion {index}: reward functions gave rewards of {sorted(counts)} steps")
-        found = [0.0] * counts.pop()
+        totals = [0.0] * counts.pop()
         for weight, value in zip(self.weights, values, strict=True):
             if not math.isnan(value.number):
-                steps = value.steps or [0.0] * (len(found) - 1) + [value.number]
-                found = [total + weight * reward for total, reward in zip(found, steps, strict=True)]
-        return found
+                steps = value.steps or [0.0] * (len(totals) - 1) + [value.number]
+                totals = [total + weight * reward for total, reward in zip(totals, steps, strict=True)]
+        return totals
 
 
 def _shown(item: Any) -> str:
