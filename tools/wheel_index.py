@@ -29,7 +29,7 @@ DIST = Path(__file__).resolve().parents[1] / "dist"
 
 
 def normalised(name: str) -> str:
-    """A project's name as pip asks for it."""
+    """Returns a project's name as pip asks for it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

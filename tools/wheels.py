@@ -52,7 +52,7 @@ def module_suffix(python: str, machine: str) -> str:
 
 
 def local_version(variant: str) -> str:
-    """Of a version, as in 0.1.0+cu130: PyPI takes none, and gets the others."""
+    """Returns the suffix of a version, as in 0.1.0+cu130: PyPI takes none, and gets the others."""
     return variant if variant in PACKAGES else ""
 
 
@@ -68,7 +68,7 @@ class Failure(Exception):
 
 
 def run(*command: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-    """What the command says on standard output; all that it says if it fails."""
+    """Returns what the command says on standard output; raises with all that it says if it fails."""
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **(env or {})}
     done = subprocess.run([str(part) for part in command], env=environment, cwd=cwd, capture_output=True, text=True)
     if done.returncode != 0:
@@ -160,7 +160,7 @@ class Builder:
         self.source = make_source_archive(self.tools)
 
     def build(self, variant: str, python: str, machine: str) -> Wheel:
-        """In dist/<variant>."""
+        """Builds a wheel in dist/<variant>."""
         raw, folder = WORK / "raw", DIST / variant
         shutil.rmtree(raw, ignore_errors=True)
         # No isolation: its folder has another name every time, and all that names it would be compiled again. No cache:
@@ -179,7 +179,8 @@ class Builder:
         return Wheel(variant, python, machine, file)
 
     def compiler_settings(self, variant: str, python: str, machine: str) -> dict[str, str]:
-        """What setup.py compiles for, and with. The variables of a cross build are sysconfig's and setuptools'."""
+        """Returns what setup.py compiles for, and with. The variables of a cross build are sysconfig's and
+        setuptools'."""
         compiler = (self.tools, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}")
         settings = {
             "GRPO_KERNELS_NATIVE": "1",
@@ -199,7 +200,8 @@ class Builder:
 
 
 def make_source_archive(tools: Path) -> Path:
-    """dist/*.tar.gz, unpacked where the wheels are built: untracked files of the checkout do not get into them."""
+    """Makes dist/*.tar.gz, and returns it unpacked where the wheels are built: untracked files of the checkout do not
+    get into them."""
     for old in DIST.glob("*.tar.gz"):
         old.unlink()
     run(tools, "-m", "build", "--sdist", "--outdir", DIST, ROOT)

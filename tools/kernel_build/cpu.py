@@ -18,7 +18,7 @@ LIBRARIES = ("-ldl",)  # dlsym, of a library of its own before glibc 2.34
 
 
 def build(filename: str) -> Path:
-    """The built module, whose file is to have this name."""
+    """Returns the built module, whose file is to have this name."""
     folder = ROOT / "build" / f"cpu-{sysconfig.get_platform()}"  # the objects serve every Python
     ninja_file = NinjaFile(folder, sys.implementation.cache_tag)
     module = HostModule(ninja_file)

@@ -60,8 +60,8 @@ class Compiler:
 
 
 def find_device_compiler() -> Compiler:
-    """NVRTC of the folder GRPO_KERNELS_NVRTC, else of a toolkit that is named, of this Python's packages, or of the
-    usual toolkit."""
+    """Returns NVRTC of the folder GRPO_KERNELS_NVRTC, else of a toolkit that is named, of this Python's packages, or of
+    the usual toolkit."""
     if folder := os.environ.get("GRPO_KERNELS_NVRTC"):
         found = compiler_in(Path(folder).resolve())
         if found is None:
@@ -108,7 +108,7 @@ def build_requirements() -> list[str]:
 
 
 def is_wanted() -> bool:
-    """Whether a build includes the CUDA kernels: as GRPO_KERNELS_CUDA says, else where there is a GPU."""
+    """Says whether a build includes the CUDA kernels: as GRPO_KERNELS_CUDA says, else where there is a GPU."""
     if not sys.platform.startswith("linux"):
         return False
     setting = os.environ.get("GRPO_KERNELS_CUDA") or ("1" if os.environ.get("GRPO_KERNELS_CUDA_ARCHS") else "")
@@ -123,8 +123,9 @@ def dotted(version: tuple[int, int]) -> str:
 
 
 def architectures(setting: str, compiler: Compiler, *, development: bool) -> list[str]:
-    """What to compile for, "sm_90a" (machine code) or "compute_120" (PTX): a list as in "80 90a 120+ptx", "native" (the
-    GPUs of this machine), "full", or "" (native where there is a GPU, and else full, or for development less)."""
+    """Returns what to compile for, "sm_90a" (machine code) or "compute_120" (PTX): a list as in "80 90a 120+ptx",
+    "native" (the GPUs of this machine), "full", or "" (native where there is a GPU, and else full, or for development
+    less)."""
     known = compiler.capabilities
     if setting in ("", "native"):
         present = present_capabilities()
@@ -158,7 +159,8 @@ def machine_code(capability: int) -> str:
 
 
 def newest_for(capability: int, known: Sequence[int]) -> str:
-    """What runs on this device: its own machine code, or for a compiler that is older than it the newest PTX."""
+    """Returns what runs on this device: its own machine code, or for a compiler that is older than it the newest
+    PTX."""
     if capability in known:
         return machine_code(capability)
     older = [other for other in known if other < capability]
@@ -168,7 +170,7 @@ def newest_for(capability: int, known: Sequence[int]) -> str:
 
 
 def present_capabilities() -> list[int]:
-    """Of the GPUs that the driver finds; empty without a driver."""
+    """Returns the capabilities of the GPUs that the driver finds; empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -189,13 +191,13 @@ def present_capabilities() -> list[int]:
 
 
 def device_sources(architecture: str) -> list[Path]:
-    """name_sm90.cu is for sm_90a alone, every other .cu file for all."""
+    """Returns the sources for an architecture: name_sm90.cu is for sm_90a alone, every other .cu file for all."""
     sources = sorted(FOLDER.glob("*.cu"))
     return [source for source in sources if architecture == "sm_90a" or not source.stem.endswith("_sm90")]
 
 
 def folder_of(compiler: Compiler) -> Path:
-    """The images serve every Python and every host; a CUDA version has its own."""
+    """Returns the folder of a CUDA version, whose images serve every Python and every host."""
     return ROOT / "build" / f"cuda{dotted(compiler.version)}"
 
 
@@ -216,7 +218,7 @@ def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[str])
 
 
 def build_images(compiler: Compiler, setting: str) -> tuple[Path, list[Image]]:
-    """The images alone, and the folder to which their files are relative."""
+    """Builds the images alone; returns them and the folder to which their files are relative."""
     ninja_file = NinjaFile(folder_of(compiler), "images")
     images = add_images(ninja_file, compiler, architectures(setting, compiler, development=False))
     ninja_file.run()
@@ -240,7 +242,7 @@ def add_kernels(ninja_file: NinjaFile, host: HostModule, compiler: Compiler, cho
 
 
 def build(filename: str, *, development: bool) -> Path:
-    """The built module, whose file is to have this name."""
+    """Returns the built module, whose file is to have this name."""
     if not is_wanted():
         raise BuildError("no GPU answers here; GRPO_KERNELS_CUDA=1 builds them for every architecture")
     compiler = find_device_compiler()

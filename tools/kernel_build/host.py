@@ -40,7 +40,7 @@ def find_compiler() -> list[str]:
 
 
 def target_machine() -> str:
-    """The processor that is compiled for: in a cross build too, sysconfig has it from _PYTHON_HOST_PLATFORM.
+    """Returns the processor that is compiled for: in a cross build too, sysconfig has it from _PYTHON_HOST_PLATFORM.
 
     "universal2" of macOS is none of the others: one command compiles for two.
     """
@@ -48,7 +48,7 @@ def target_machine() -> str:
 
 
 def write_if_changed(file: Path, text: str) -> None:
-    """An unchanged file keeps its time, and what is made of it is up to date."""
+    """Writes a file; an unchanged one keeps its time, and what is made of it is up to date."""
     if not file.exists() or file.read_text() != text:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -119,16 +119,17 @@ class HostModule:
         self.objects.append(self.ninja.build(target, "compile", [source], implicit, extra=shell(extra)))
 
     def add_binding(self, source: Path) -> None:
-        """The one file that is compiled for each Python."""
+        """Adds the one file that is compiled for each Python."""
         self.add(source, [*python_flags(), f"-I{ROOT / 'csrc'}"], name=f"{source.stem}.{sys.implementation.cache_tag}")
 
     def link(self, name: str | Path, libraries: Iterable[str] = (), *, rule: str = "link") -> Path:
-        """`rule`: "link" makes a module, "program" a program."""
+        """Links the objects. `rule`: "link" makes a module, "program" a program."""
         return self.ninja.build(self.ninja.folder / name, rule, self.objects, libraries=shell(libraries))
 
 
 def python_flags() -> list[str]:
-    """Where the headers of Python and of pybind11 are, without the latter's checks of Python's lock at every count."""
+    """Returns flags for the headers of Python and of pybind11, without the latter's checks of Python's lock at every
+    count."""
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").exists():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -34,7 +34,7 @@ class Nvrtc:
         return major.value, minor.value
 
     def capabilities(self) -> list[int]:
-        """What it compiles for: 80, 86, ..."""
+        """Returns what it compiles for: 80, 86, ..."""
         count = ctypes.c_int()
         self.call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
