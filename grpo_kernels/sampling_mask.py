@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .checks.arguments import check_kept_ids, check_tensor
 from .checks.plain import check_integers, check_kind, check_plain, check_shape
-from .config import as_python
+from .config.argument import as_python
 
 
 @dataclass(frozen=True, eq=False)

@@ -647,7 +647,7 @@ REFUSED = [
     (dict(num_iterations=2), TypeError, "no option 'num_iterations': it is TRL's; here pass old_logps=, which more"),
     (dict(entropy_coeff=0.1), TypeError, "no option 'entropy_coeff': it is verl's; here set entropy_coef"),
     # a trainer that ignores an option without a word trains another loss than its user asked for
-    (dict(importance_sampling_level="word"), ValueError, "importance_sampling_level='word' does not go with"),
+    (dict(importance_sampling_level="word"), ValueError, "importance_sampling_level='word'; expected one of token"),
     (dict(surrogate="gmpo", importance_sampling_level="token"), ValueError, "importance_sampling_level='token' does"),
     (dict(surrogate="sapo", epsilon_low=0.1), ValueError, "epsilon_low=0.1 has no effect with surrogate='sapo'"),
     (dict(surrogate="reinforce", epsilon_high=0.1), ValueError, "epsilon_high=0.1 has no effect"),
@@ -684,7 +684,7 @@ REFUSED = [
     (dict(distill_coef=1.0, divergence="jsd", divergence_beta=1.0), ValueError, r"divergence_beta=1\.0; exp"),
     (dict(distill_coef=1.0, divergence="jsd", divergence_beta=0.0), ValueError, r"divergence_beta=0\.0; exp"),
     (dict(distill_coef=1.0, divergence="kl"), ValueError, "divergence='kl'; expected one of reverse_kl"),
-    (dict(max_completion_length=5), ValueError, "max_completion_length has no effect"),
+    (dict(max_completion_length=5), ValueError, "max_completion_length=5 has no effect with"),
     (dict(kl_estimator="none", beta=0.1), ValueError, "kl_estimator='none' contradicts beta"),
     (dict(kl_estimator="none", kl_clamp=1.0), ValueError, "contradicts .*kl_clamp"),
     (dict(kl_estimator="none", use_bias_correction_kl=True), ValueError, "contradicts .*use_bias_correction_kl"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import LARGEST, SMALLEST
+from ..config.argument import LARGEST, SMALLEST
 from . import arguments
 from .arguments import FLOATS, NUMBERS, THERE, check_numbers, check_one_element, check_tensor, constant, name_first
 

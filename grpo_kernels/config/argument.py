@@ -1,15 +1,95 @@
-"""What an argument of Python may be: numbers, counts, flags, names."""
+"""What an argument may be: a row of the table of arguments; and the checks of what a row says of numbers, counts, flags
+and names."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 # Kernels compute in float32, and some GPUs take what is smaller for 0.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 LARGEST_COUNT = 2**31 - 1
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Argument(NamedTuple):
+    """What an argument may be.
+
+    shapes: those of a tensor. A size is a number or a letter; "tokens" is (B, T) or packed (N,), "S" the number of
+        sequences, and () one number in any shape.
+    dtypes: of a tensor; None: any.
+    low, high: the ends of its numbers. above, below: ends that do not belong to them. allows_nan: NaN has a meaning.
+    expected: what an error about a tensor's numbers says in place of these ends.
+
+    The rest is read from the annotation whose row this is (`arguments_of`).
+    kind: "number", "count", "flag", one of `choices`, or "other", which has a check of its own.
+    optional, takes_tensor: whether it may be None, or a tensor.
+    """
+
+    shapes: tuple[tuple[str | int, ...], ...] = ()
+    dtypes: tuple[torch.dtype, ...] | None = None
+    low: float = -math.inf
+    above: float = -math.inf
+    high: float = math.inf
+    below: float = math.inf
+    allows_nan: bool = False
+    expected: str = ""
+    kind: Literal["number", "count", "flag", "choice", "other"] = "other"
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+    takes_tensor: bool = False
+
+
+AT_LEAST_0, ABOVE_0 = Argument(low=0.0), Argument(above=0.0)
+PER_TOKEN: Any = (("tokens",),)
+PER_SEQUENCE: Any = (*PER_TOKEN, ("S",), ("S", 1))
+ONE: Any = ((),)
+
+
+def arguments_of(fields: type) -> dict[str, Argument]:
+    """Returns the rows that the annotations of a class are, `name: Annotated[type, row]` or only `name: type`."""
+    found = {}
+    for name, hint in get_type_hints(fields, include_extras=True).items():
+        hint, row = get_args(hint) if get_origin(hint) is Annotated else (hint, Argument())
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kind, *others = [x for x in kinds if x not in (NoneType, torch.Tensor)] or [None]
+        found[name] = row._replace(
+            kind="choice" if get_origin(kind) is Literal else "other" if others else _KINDS.get(kind, "other"),
+            choices=get_args(kind) if get_origin(kind) is Literal else (),
+            optional=NoneType in kinds, takes_tensor=torch.Tensor in kinds,
+        )  # fmt: skip
+    return found
+
+
+_KINDS: dict[type, Any] = {float: "number", int: "count", bool: "flag"}
+
+
+def check_value(name: str, value: Any, row: Argument) -> Any:
+    """Returns an argument as a value of Python's own types, or the tensor that it may be."""
+    value = as_python(value)
+    if (value is None and row.optional) or (row.takes_tensor and isinstance(value, torch.Tensor)):
+        return value
+    if row.kind == "number":
+        return check_number(name, value, low=row.low, above=row.above, high=row.high, below=row.below)
+    if row.kind == "count":
+        return check_count(name, value, least=1 if row.low < 0 else int(row.low), most=min(row.high, LARGEST_COUNT))
+    if row.kind == "flag":
+        return check_flag(name, value)
+    if row.kind == "choice":
+        check_one_of(name, value, row.choices)
+    return value
+
+
+def no_effect(name: str, value: object, why: str, *, unless: object, instead: str = "leave it out") -> None:
+    """Refuses a value that changes nothing: a trainer that ignores an option trains another loss than its user asked
+    for. None and False are no value."""
+    if not unless and value is not None and value is not False:
+        came = name if isinstance(value, torch.Tensor) else f"{name}={value!r}"
+        raise ValueError(f"{came} has no effect {why}; {instead}")
 
 
 def as_python(x: Any) -> Any:
@@ -53,18 +133,16 @@ def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def check_ddof(name: str, value: object) -> int:
     """Returns 0 or 1 as an integer of Python."""
-    value = as_python(value)
-    if type(value) is not int or value not in (0, 1):
-        raise ValueError(f"{name}={value!r}; expected 0 or 1")
-    return value
+    return check_count(name, value, least=0, most=1)
 
 
-def check_count(name: str, value: object, *, least: int = 1) -> int:
+def check_count(name: str, value: object, *, least: int = 1, most: float = LARGEST_COUNT) -> int:
     """Returns a number of items, at least `least`, as an integer of Python."""
     value = as_python(value)
-    if type(value) is not int or not least <= value <= LARGEST_COUNT:
+    if type(value) is not int or not least <= value <= most:
         came = shown(value) if type(value) is int else repr(value)
-        raise ValueError(f"{name}={came}; expected an integer >= {least}, and at most {LARGEST_COUNT}")
+        expected = "0 or 1" if (least, most) == (0, 1) else f"an integer >= {least}, and at most {most}"
+        raise ValueError(f"{name}={came}; expected {expected}")
     return value
 
 
@@ -87,11 +165,19 @@ def check_number(
         rounded = round_to(value, dtype)
         if low <= rounded <= high and above < rounded < below:
             return value
-    bound = f" > {above:g}" if above != -math.inf else f" >= {low:g}" if low != -math.inf else ""
-    if min(high, below) != math.inf:
-        ends = "[" if above == -math.inf else "(", "]" if below == math.inf else ")"
-        bound = f" in {ends[0]}{max(low, above):g}, {min(high, below):g}{ends[1]}"
-    raise ValueError(f"{name}={shown(value)}; expected a finite number{bound}, in {str(dtype).removeprefix('torch.')}")
+    ends = finite_number(Argument(low=low, above=above, high=high, below=below))
+    raise ValueError(f"{name}={shown(value)}; expected {ends}, in {str(dtype).removeprefix('torch.')}")
+
+
+def finite_number(row: Argument) -> str:
+    """Returns the numbers between the ends of a row, in words."""
+    low, high = max(row.low, row.above), min(row.high, row.below)
+    if high < LARGEST:
+        start, stop = "[" if row.above == -math.inf else "(", "]" if row.below == math.inf else ")"
+        return f"a finite number in {start}{low:g}, {high:g}{stop}"
+    if low > -LARGEST:
+        return f"a finite number {'>=' if row.above == -math.inf else '>'} {low:g}"
+    return "a finite number"
 
 
 def round_to(x: float, dtype: torch.dtype) -> float:
