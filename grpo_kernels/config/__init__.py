@@ -27,6 +27,7 @@ from ..objective.surrogates import SURROGATE_RULES, Surrogate
 from .argument import (
     ABOVE_0,
     AT_LEAST_0,
+    FINITE,
     FLOATS,
     LARGEST,
     NUMBERS,
@@ -60,6 +61,7 @@ __all__ = [  # of the package
     "check_logit_transform",
     "check_number",
     "check_one_of",
+    "check_option",
     "check_sparse_backward",
     "config_from_key",
     "option_hint",
@@ -160,7 +162,7 @@ class GRPOConfig:
     temperature: Annotated[float | torch.Tensor, Argument((*PER_SEQUENCE, ()), FLOATS, above=0.0, high=LARGEST)] = 1.0
     logit_scale: Annotated[float, ABOVE_0] = 1.0
     logit_softcap: Annotated[float | None, ABOVE_0] = None
-    entropy_coef: Annotated[float | torch.Tensor, Argument(ONE, NUMBERS, low=0.0)] = 0.0
+    entropy_coef: Annotated[float | torch.Tensor, Argument(ONE, NUMBERS, low=0.0, high=FINITE)] = 0.0
     entropy_aggregation: EntropyAggregation | None = None
     entropy_kept_only: bool = False
     entropy_threshold: Annotated[float | torch.Tensor | None, Argument(ONE, NUMBERS, allows_nan=True)] = None

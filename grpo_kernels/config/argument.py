@@ -4,6 +4,7 @@ and names."""
 from __future__ import annotations
 
 import math
+import sys
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -11,6 +12,7 @@ import torch
 
 # Kernels compute in float32, and some GPUs take what is smaller for 0.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+FINITE = sys.float_info.max
 LARGEST_COUNT = 2**31 - 1
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -19,8 +21,8 @@ NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uin
 class Argument(NamedTuple):
     """What an argument may be.
 
-    shapes: those of a tensor. A size is a number or a letter; "tokens" is (B, T) or packed (N,), "S" the number of
-        sequences, and () one number in any shape.
+    shapes: those of a tensor. A size is a number, a large letter for one of at least 1, a small letter for any;
+        "tokens" is (B, T) or packed (N,), "S" the number of sequences. () is one number in any shape.
     dtypes: of a tensor; None: any.
     low, high: the ends of its numbers. above, below: ends that do not belong to them. allows_nan: NaN has a meaning.
     expected: what an error about a tensor's numbers says in place of these ends.
@@ -43,11 +45,16 @@ class Argument(NamedTuple):
     optional: bool = False
     takes_tensor: bool = False
 
+    @property
+    def least(self) -> float:
+        """The lower end of a tensor's numbers."""
+        return SMALLEST if self.above == 0.0 else self.low
+
 
 AT_LEAST_0, ABOVE_0 = Argument(low=0.0), Argument(above=0.0)
-PER_TOKEN: Any = (("tokens",),)
-PER_SEQUENCE: Any = (*PER_TOKEN, ("S",), ("S", 1))
-ONE: Any = ((),)
+PER_TOKEN = (("tokens",),)
+PER_SEQUENCE: tuple[tuple[str | int, ...], ...] = (*PER_TOKEN, ("S",), ("S", 1))
+ONE: tuple[tuple[str | int, ...], ...] = ((),)
 
 
 def arguments_of(fields: type) -> dict[str, Argument]:
