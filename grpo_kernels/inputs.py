@@ -198,36 +198,40 @@ def _num_items(given: Tensor | float, count: Tensor, mask: Tensor | None) -> Ten
 
 
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
-    """Refuses options that contradict each other, and what has no effect."""
-    given = {name for name, x in options.items() if x is not None}
-    has_ref, has_old = "ref_logps" in given, "old_logps" in given or "rollout_logps" in given
-    if config.beta != 0.0 and not has_ref:
-        raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
-    kl = None if config.kl_estimator in ("none", DEFAULT_CONFIG.kl_estimator) else config.kl_estimator
-    no_effect("kl_estimator", kl, "without ref_logps", unless=has_ref)
-    no_effect("kl_clamp", config.kl_clamp, "without ref_logps", unless=has_ref)
-    no_effect("use_bias_correction_kl", config.use_bias_correction_kl, "without ref_logps", unless=has_ref)
-    threshold = config.off_policy_mask_threshold
-    no_effect("off_policy_mask_threshold", threshold, "without rollout_logps or old_logps", unless=has_old)
-    if SURROGATE_RULES[config.surrogate].divides_by_rollout and not has_old:
-        raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
-    of_loss, counts_items = config.entropy_aggregation == "loss", config.aggregation == "num_items"
-    if {"num_items_in_batch", "normalizer"} <= given:
-        raise ValueError("num_items_in_batch and normalizer are two names of one denominator; give one")
-    number, why = options.get("num_items_in_batch"), f"with aggregation={config.aggregation!r}"
-    no_effect("num_items_in_batch", number, why, unless=counts_items, instead="use normalizer")
-    number = options.get("entropy_normalizer")
-    no_effect("entropy_normalizer", number, "with entropy_coef=0", unless=config.has_entropy_bonus)
-    why = "with entropy_aggregation='loss'"
-    no_effect("entropy_normalizer", number, why, unless=not of_loss, instead="use normalizer")
-    why = "with entropy_kept_only=True, a mean over the kept tokens"
-    no_effect("entropy_normalizer", number, why, unless=not config.entropy_kept_only)
-    has_mean = config.has_entropy_bonus and not config.entropy_kept_only and not of_loss
-    counts_tokens = counts_items or config.aggregation == "token_mean"
-    if "normalizer" in given and number is None and has_mean and not counts_tokens:
+    """Refuses options that contradict each other or miss one, and what has no effect."""
+    if options.get("ref_logps") is None:
+        if config.beta != 0.0:
+            raise ValueError(
+                f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities"
+            )
+        kl = None if config.kl_estimator in ("none", DEFAULT_CONFIG.kl_estimator) else config.kl_estimator
+        no_effect("kl_estimator", kl, "without ref_logps")
+        no_effect("kl_clamp", config.kl_clamp, "without ref_logps")
+        no_effect("use_bias_correction_kl", config.use_bias_correction_kl, "without ref_logps")
+    if options.get("rollout_logps") is None and options.get("old_logps") is None:
+        threshold = config.off_policy_mask_threshold
+        no_effect("off_policy_mask_threshold", threshold, "without rollout_logps or old_logps")
+        if SURROGATE_RULES[config.surrogate].divides_by_rollout:
+            raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
+    of_loss, with_rule = config.entropy_aggregation == "loss", f"with aggregation={config.aggregation!r}"
+    counts_items, has_normalizer = config.aggregation == "num_items", options.get("normalizer") is not None
+    if (items := options.get("num_items_in_batch")) is not None:
+        if has_normalizer:
+            raise ValueError("num_items_in_batch and normalizer are two names of one denominator; give one")
+        no_effect("num_items_in_batch", items, with_rule, unless=counts_items, instead="use normalizer")
+    if (number := options.get("entropy_normalizer")) is not None:
+        name, kept_only = "entropy_normalizer", config.entropy_kept_only
+        no_effect(name, number, "with entropy_coef=0", unless=config.has_entropy_bonus)
+        no_effect(name, number, "with entropy_aggregation='loss'", unless=not of_loss, instead="use normalizer")
+        no_effect(name, number, "with entropy_kept_only, a mean over the kept tokens", unless=not kept_only)
+    elif (
+        has_normalizer
+        and config.has_entropy_bonus
+        and not (config.entropy_kept_only or counts_items or of_loss or config.aggregation == "token_mean")
+    ):
         raise ValueError(
-            f"normalizer with aggregation={config.aggregation!r} says nothing of the number of tokens, over which the "
-            "entropy bonus is a mean; give entropy_normalizer, or entropy_aggregation='loss'"
+            f"normalizer {with_rule} says nothing of the number of tokens, over which the entropy bonus is a mean; "
+            "give entropy_normalizer, or entropy_aggregation='loss'"
         )
     if config.aggregation == "fixed_length" and config.max_completion_length is None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")

@@ -91,7 +91,7 @@ def check_value(name: str, value: Any, row: Argument) -> Any:
     return value
 
 
-def no_effect(name: str, value: object, why: str, *, unless: object, instead: str = "leave it out") -> None:
+def no_effect(name: str, value: object, why: str, *, unless: object = None, instead: str = "leave it out") -> None:
     """Refuses a value that changes nothing: a trainer that ignores an option trains another loss than its user asked
     for. None and False are no value."""
     if not unless and value is not None and value is not False:
