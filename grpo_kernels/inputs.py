@@ -30,7 +30,7 @@ from .config import (
     OPTIONS,
     GRPOConfig,
     check_flag,
-    check_logit_transform,
+    check_option,
     check_sparse_backward,
     option_hint,
 )
@@ -54,6 +54,7 @@ _DEFAULTS = {name: "auto" if name == "backend" else None for name in LossOptions
 # What reaches the loss as a tensor: one value per token, or one number.
 _OF_CALL = tuple(name for name in _DEFAULTS if name in TOKEN_ARGUMENTS or name in NUMBER_ARGUMENTS)
 _OF_CONFIG = tuple(name for name, row in OPTIONS.items() if row.takes_tensor)
+_TRANSFORM = ("temperature", "logit_scale", "logit_softcap")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Call = TypeVar("Call", LossCall, LogpsCall)
 
@@ -269,7 +270,7 @@ def check_logps_inputs(
 
     transform: temperature, logit scale and softcap. several_ids: ids may be (..., K). top_k: how many to find, where
     ids are None."""
-    temperature, logit_scale, softcap = check_logit_transform(*transform)
+    temperature, logit_scale, softcap = [check_option(n, x) for n, x in zip(_TRANSFORM, transform, strict=True)]
     theta = check_sparse_backward(sparse_backward)
     entropy = check_flag("entropy", entropy)
     compute_dtype, sizes = check_lm_head(function_name, hidden, weight, bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -74,7 +75,7 @@ CALLS = calls()
 
 def outside(row: Argument) -> list[float]:
     """Numbers beyond the ends of a row."""
-    found = [] if row.least == -math.inf else [row.least - 1 if row.least > -1 else -math.inf]
+    found = [] if row.low == -math.inf else [row.low - 1 if row.low > -1 else -math.inf]
     found += [0.0, 1e-50] if row.above == 0.0 else []
     found += [] if row.high == math.inf else [row.high + 1 if row.high < 100 else math.inf]
     return found + [math.nan] * bool(found and not row.allows_nan)
@@ -118,3 +119,8 @@ def test_what_a_row_does_not_allow_is_refused(case):
 def test_every_row_is_tried():
     """But rewards, which come in place of advantages: test_bad_input.py."""
     assert {name for _, name in CALLS} | {"rewards"} == ARGUMENTS.keys()
+
+
+def test_every_option_is_described():
+    for name in LossOptions.__annotations__:
+        assert re.search(rf"\b{name}\b", gk.fused_grpo_loss.__doc__), name

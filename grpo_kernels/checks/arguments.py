@@ -20,6 +20,7 @@ from ..config.argument import NUMBERS as NUMBERS
 from .plain import PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
 from .table import ARGUMENTS, THERE
 
+_NUMBER = Argument(expected=f"a number{THERE}")
 Sizes = dict[str | int, Any]  # of shapes, by their letter; "tokens": (B, T) or (N,); "S": -1 where it is not known
 
 
@@ -163,7 +164,7 @@ def check_type(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None, lik
     """Checks that x is a plain tensor of one of these types, on the device of `like`, else on one that holds values."""
     check_tensor(name, x, like)
     if like is None and x.is_meta:
-        _refuse_meta(name)
+        raise ValueError(f"{name} is on the meta device, where tensors have no values")
     if dtypes is not None and x.dtype not in dtypes:
         *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} is {x.dtype}; expected {', '.join(others)} or {last}")
@@ -180,10 +181,6 @@ def check_tensor(name: str, x: Tensor, like: Tensor | None = None) -> None:
         check_plain(name, x)
     if like is not None and x.device != like.device:
         raise ValueError(f"{name} is on {x.device}; expected {like.device} like the other inputs")
-
-
-def _refuse_meta(name: str) -> None:
-    raise ValueError(f"{name} is on the meta device, where tensors have no values")
 
 
 def check_sizes(name: str, x: Tensor, row: Argument, sizes: Sizes) -> None:
@@ -217,13 +214,13 @@ def _described(shapes: tuple[tuple[str | int, ...], ...], sizes: Sizes) -> str:
     """Returns shapes in words: sizes that are known as numbers, others as letters."""
     found, unknown = [], []
     for letters in shapes:
-        if "S" in letters and sizes["S"] < 0:
+        if not letters or ("S" in letters and sizes["S"] < 0):
             continue
         leading = (sizes["tokens"],) if "tokens" in sizes else (("B", "T"), ("N",))
-        for tokens in leading if "tokens" in letters else ((),):
+        for tokens in leading if letters[0] == "tokens" else ((),):
             parts = [*tokens, *(sizes.get(x, x) for x in letters if x != "tokens")]
             text = f"({', '.join(map(str, parts))}{',' * (len(parts) == 1)})"
-            found.append(f"packed {text}" if tokens == ("N",) else text if letters else "one element")
+            found.append(f"packed {text}" if tokens == ("N",) else text)
         unknown += [f", {x} >= 1" for x in letters if isinstance(x, str) and x.isupper() and x not in sizes]
     return " or ".join(found) + "".join(dict.fromkeys(unknown))
 
@@ -276,7 +273,7 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
     """Checks that ids lie in [0, V) at unmasked positions, and cu_seqlens."""
     if checks_values(ids.device):
         expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){THERE}"
-        check_numbers("completion_ids", ids, mask, low=0, high=vocab_size - 1, expected=expected)
+        check_numbers("completion_ids", ids, mask, row=Argument(low=0, high=vocab_size - 1, expected=expected))
         if cu_seqlens is not None:
             check_offsets(cu_seqlens, ids.numel())
 
@@ -329,24 +326,18 @@ def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
 
 
 def check_numbers(
-    name: str,
-    x: Tensor,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    expected: str = f"a number{THERE}",
-    allows_nan: bool = False,
+    name: str, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, row: Argument = _NUMBER
 ) -> None:
-    """Checks that numbers lie in [low, high], and none is NaN unless it `allows_nan`, at unmasked positions of x: (S,),
-    (S, 1), of the mask's shape, or one number for all. Reads x: see `checks_values`."""
+    """Checks that numbers lie between the ends of a row, and none is NaN unless it has a meaning, at unmasked positions
+    of x: (S,), (S, 1), of the mask's shape, or one number for all. Reads x: see `checks_values`."""
     if x.numel():
         least, most = x.aminmax()
-        if not low <= least.item() <= most.item() <= high:
+        if not row.low <= least.item() <= most.item() <= row.high:
             wide = x.double() if x.is_floating_point() else x  # in 16 bits the ends are infinite
-            wrong = (wide < low) | (wide > high) if allows_nan else ~((wide >= low) & (wide <= high))
-            name_first(name, x, wrong, expected, mask, cu_seqlens)
+            wrong = (wide < row.low) | (wide > row.high)
+            if not row.allows_nan:
+                wrong |= wide != wide
+            name_first(name, x, wrong, row.expected, mask, cu_seqlens)
 
 
 def name_first(

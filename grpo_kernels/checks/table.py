@@ -17,6 +17,7 @@ from ..config.argument import (
     ONE,
     PER_SEQUENCE,
     PER_TOKEN,
+    SMALLEST,
     Argument,
     arguments_of,
     finite_number,
@@ -79,13 +80,14 @@ _ROWS: dict[str, Argument] = {
 }
 
 
-def _worded(row: Argument) -> Argument:
-    """Returns a row with the words for its numbers."""
+def _of_tensor(row: Argument) -> Argument:
+    """Returns a row with the least number, and words, for a tensor's numbers."""
     where = THERE if row.shapes[:1] == PER_TOKEN else ""
-    return row._replace(expected=row.expected or f"{finite_number(row)}{where}, in float32")
+    expected = row.expected or f"{finite_number(row)}{where}, in float32"
+    return row._replace(low=SMALLEST if row.above == 0.0 else row.low, expected=expected)
 
 
-ARGUMENTS = {name: _worded(row) for name, row in _ROWS.items() if row.shapes}
+ARGUMENTS = {name: _of_tensor(row) for name, row in _ROWS.items() if row.shapes}
 # What reaches the loss with one value per token, and as one number.
 TOKEN_ARGUMENTS = {
     name: row

@@ -19,7 +19,7 @@ from .table import TOKEN_ARGUMENTS as TOKEN_ARGUMENTS
 _WITH_ENDS = tuple(
     name
     for name in TokenInputs._fields
-    if name in ARGUMENTS and (ARGUMENTS[name].least, ARGUMENTS[name].high) != (-math.inf, math.inf)
+    if name in ARGUMENTS and (ARGUMENTS[name].low, ARGUMENTS[name].high) != (-math.inf, math.inf)
 )
 
 
@@ -99,10 +99,7 @@ def check_token_values(inputs: TokenInputs) -> None:
 def check_argument(name: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = None) -> None:
     """Checks the numbers of an argument of the table, in any shape that it may have."""
     row = ARGUMENTS[name]
-    mask = mask if row.shapes[0] else None  # one number belongs to no token
-    check_numbers(
-        name, x, mask, cu_seqlens, low=row.least, high=row.high, expected=row.expected, allows_nan=row.allows_nan
-    )
+    check_numbers(name, x, mask if row.shapes[0] else None, cu_seqlens, row)  # one number belongs to no token
 
 
 def _refuse_two_meanings(name: str, x: Tensor, cu_seqlens: Tensor, num_tokens: int) -> None:

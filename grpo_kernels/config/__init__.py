@@ -58,7 +58,6 @@ __all__ = [  # of the package
     "check_count",
     "check_ddof",
     "check_flag",
-    "check_logit_transform",
     "check_number",
     "check_one_of",
     "check_option",
@@ -422,17 +421,6 @@ def options_of_loss_type(loss_type: str, given: dict[str, Any]) -> dict[str, Any
     if given["beta"] != 0.0:
         names += ["beta", "use_bias_correction_kl"]
     return found | {name: given[name] for name in names if name != "dual_clip"}  # which neither has
-
-
-def check_logit_transform(
-    temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None
-) -> tuple[float | torch.Tensor, float, float | None]:
-    """Returns the same as positive numbers of Python, or with a tensor of temperatures."""
-    return (
-        check_option("temperature", temperature),
-        check_option("logit_scale", logit_scale),
-        check_option("logit_softcap", logit_softcap),
-    )
 
 
 def check_sparse_backward(theta: object) -> float:

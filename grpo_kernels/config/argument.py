@@ -21,15 +21,12 @@ NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uin
 class Argument(NamedTuple):
     """What an argument may be.
 
-    shapes: those of a tensor. A size is a number, a large letter for one of at least 1, a small letter for any;
-        "tokens" is (B, T) or packed (N,), "S" the number of sequences. () is one number in any shape.
-    dtypes: of a tensor; None: any.
-    low, high: the ends of its numbers. above, below: ends that do not belong to them. allows_nan: NaN has a meaning.
-    expected: what an error about a tensor's numbers says in place of these ends.
+    shapes: of a tensor. A size is a number, a large letter for one of at least 1, a small letter for any; "tokens" is
+        (B, T) or packed (N,), "S" the number of sequences. () is one number in any shape.
+    dtypes: of a tensor; None: any. low, high: the ends of its numbers; above, below: ends that do not belong to them.
+    allows_nan: NaN has a meaning. expected: what errors about a tensor's numbers say in place of these ends.
 
-    The rest is read from the annotation whose row this is (`arguments_of`).
-    kind: "number", "count", "flag", one of `choices`, or "other", which has a check of its own.
-    optional, takes_tensor: whether it may be None, or a tensor.
+    The rest is what the annotation says whose row this is (`arguments_of`): "other" has a check of its own.
     """
 
     shapes: tuple[tuple[str | int, ...], ...] = ()
@@ -44,11 +41,6 @@ class Argument(NamedTuple):
     choices: tuple[str, ...] = ()
     optional: bool = False
     takes_tensor: bool = False
-
-    @property
-    def least(self) -> float:
-        """The lower end of a tensor's numbers."""
-        return SMALLEST if self.above == 0.0 else self.low
 
 
 AT_LEAST_0, ABOVE_0 = Argument(low=0.0), Argument(above=0.0)
@@ -178,7 +170,7 @@ def check_number(
 
 def finite_number(row: Argument) -> str:
     """Returns the numbers between the ends of a row, in words."""
-    low, high = max(row.low, row.above), min(row.high, row.below)
+    low, high = row.low if row.above == -math.inf else row.above, min(row.high, row.below)
     if high < LARGEST:
         start, stop = "[" if row.above == -math.inf else "(", "]" if row.below == math.inf else ")"
         return f"a finite number in {start}{low:g}, {high:g}{stop}"
