@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed
 
-from .checks.arguments import (
-    check_float,
-    check_offsets,
-    check_tensor,
-    checks_values,
-    num_sequences_of,
-)
-from .checks.tokens import (
-    check_argument,
-    check_token_tensor,
-)
+from .checks.arguments import check_by_table, checks_values, num_sequences_of
+from .checks.tokens import check_argument, check_token_tensor
 from .config import check_flag, check_number, check_one_of
 from .head.vocab_parallel import check_group
 from .names import EXPONENT_LIMIT
@@ -186,14 +177,14 @@ def _check_logps(
     old_logps: Tensor, rollout_logps: Tensor, completion_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Sequences, Tensor]:
     """Checks what both functions receive, and returns the sequences of the batch and its mask (N,) bool."""
-    check_float("old_logps", old_logps)
+    check_by_table("old_logps", old_logps, {})
     num_sequences_of(old_logps, cu_seqlens, "old_logps")
-    for name, x in (("rollout_logps", rollout_logps), ("completion_mask", completion_mask)):
-        check_token_tensor(name, x, old_logps.shape, -1, old_logps)
-    check_tensor("rollout_logps", rollout_logps)
-    check_offsets(cu_seqlens, old_logps.numel())
-    mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
+    mask = torch.ones_like(old_logps, dtype=torch.bool)
+    if completion_mask is not None:
+        check_token_tensor("completion_mask", completion_mask, old_logps.shape, -1, old_logps)
+        mask = completion_mask.bool()
+    check_token_tensor("rollout_logps", rollout_logps, old_logps.shape, -1, old_logps)
     if checks_values(old_logps.device):
-        for name, x in (("old_logps", old_logps), ("rollout_logps", rollout_logps)):
-            check_argument(name, x, mask)
+        check_argument("old_logps", old_logps, mask)
+        check_argument("rollout_logps", rollout_logps, mask)
     return sequences_of(old_logps.shape, cu_seqlens, old_logps.device), mask.reshape(-1)

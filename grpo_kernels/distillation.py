@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .checks.arguments import check_lm_head, num_sequences_of, refuse_transforms
-from .checks.plain import check_plain, full_weight
+from .checks.arguments import check_by_table, check_lm_head, num_sequences_of, refuse_transforms
+from .checks.plain import full_weight
 from .config import GRPOConfig
-from .head.logps_op import logps_from_hidden
+from .head.logps_op import LogpsCall, logps_from_hidden
 from .head.shared import is_capturing, requires_grad_flags
 from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
-from .logps import checked_call
+from .inputs import agreed, check_logps_inputs
 from .loss import fused_grpo_loss
 from .names import Divergence
 from .objective.aggregation import Aggregation
@@ -98,7 +98,7 @@ def fused_distillation_loss(
         ids = _some_ids(name, hidden, None)
         sequences = num_sequences_of(ids, cu_seqlens)
         if group is not None and bias is not None:
-            check_lm_head(name, hidden, lm_head_weight, bias, ids)
+            check_lm_head(name, hidden, lm_head_weight, bias)
     whole_bias = bias if group is None or bias is None else _gathered_bias(group, hidden, lm_head_weight, bias)
     ids = _some_ids(name, hidden, whole_bias)
     if isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and teacher.ids.device == hidden.device:
@@ -140,19 +140,19 @@ def fused_divergence(
     for losses of one's own. Differentiable: the backward computes the logits again, which `fused_distillation_loss`
     does not; under torch.compile the whole forward. Arguments as there, logits_dtype among them; temperature may be a
     number, or one value per token or sequence."""
-    name, group = "fused_divergence", vocab_parallel_group
-    if group is not None:
-        check_group(group)
-    with nullcontext() if group is None else broadcast_failure(group, hidden):
+
+    def check(weight: Tensor, bias: Tensor | None) -> LogpsCall:
         config = GRPOConfig(
             distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta, logits_dtype=logits_dtype
         )
-        ids = _some_ids(name, hidden, full_weight(lm_head_bias) if group is None else None)
-    weight, bias, call = checked_call(
-        name, (hidden, lm_head_weight, lm_head_bias), group, ids, completion_mask,
-        (temperature, logit_scale, logit_softcap), backend, teacher=teacher, divergence=config,
-        logits_dtype=logits_dtype,
-    )  # fmt: skip
+        ids = _some_ids("fused_divergence", hidden, bias if vocab_parallel_group is None else None)
+        return check_logps_inputs(
+            "fused_divergence", hidden, weight, bias, ids=ids, mask=completion_mask, entropy=True,
+            transform=(temperature, logit_scale, logit_softcap), backend=backend, teacher=teacher, divergence=config,
+            logits_dtype=logits_dtype,
+        )  # fmt: skip
+
+    weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
     return cast(Tensor, logps_from_hidden(hidden, weight, bias, call)[2])
 
 
@@ -166,7 +166,7 @@ def _some_ids(function: str, hidden: Tensor, bias: object) -> Tensor:
     """Returns ids of the shape of the tokens, on which the divergence does not depend. The id with the largest
     bias: one that a bias of -inf excludes would bring its log-probability into the loss."""
     refuse_transforms(function, hidden)
-    check_plain("hidden", hidden)
+    check_by_table("hidden", hidden, {})
     if not _is_bias(bias):
         return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     return bias.detach().argmax().expand(hidden.shape[:-1])

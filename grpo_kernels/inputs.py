@@ -4,86 +4,69 @@ head/ receives."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
 from .checks.arguments import (
     check_config,
+    check_ids,
     check_lm_head,
     check_logits_dtype,
-    check_offsets,
-    check_scalar,
+    check_sizes,
     check_tensor,
     checks_values,
     num_sequences_of,
-    refuse_transforms,
 )
-from .checks.plain import check_plain, check_shape
-from .checks.tokens import (
-    TOKEN_ARGUMENTS,
-    TokenLayout,
-    check_token_values,
-    mask_per_token,
-    per_token,
-)
+from .checks.plain import full_weight
+from .checks.table import ARGUMENTS, NUMBER_ARGUMENTS, TOKEN_ARGUMENTS
+from .checks.table import LossOptions as LossOptions
+from .checks.tokens import TokenLayout, check_token_values, mask_per_token, one_number, per_token
 from .config import (
     DEFAULT_CONFIG,
+    OPTIONS,
     GRPOConfig,
-    check_count,
     check_flag,
-    check_logit_transform,
+    check_option,
     check_sparse_backward,
     option_hint,
 )
+from .config.argument import no_effect
 from .head.logps_op import Inputs, LogpsCall, LogpsTokens
-from .head.shared import table_dtype
+from .head.loss_op import LossCall
+from .head.shared import requires_grad_flags, table_dtype
+from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
 from .kernels import choose_backend
 from .objective.metrics import Batch
 from .objective.surrogates import SURROGATE_RULES
 from .objective.tokens import TokenInputs
-from .rewards import check_rewards, group_statistics, resolve_groups
+from .rewards import Groups, check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .teacher import Teacher, TopKTeacher, check_teacher, is_whole
 
-_PER_TOKEN = ("old_logps", "ref_logps", "rollout_weights", "rollout_logps", "token_weights")
-_SCALARS = ("normalizer", "num_items_in_batch", "entropy_normalizer")
-
-
-class LossOptions(TypedDict, total=False):
-    """The keyword arguments that all loss functions take; their meaning is in `fused_grpo_loss`."""
-
-    completion_mask: Tensor | None
-    old_logps: Tensor | None
-    ref_logps: Tensor | None
-    rollout_weights: Tensor | None
-    rollout_logps: Tensor | None
-    token_weights: Tensor | None
-    rewards: Tensor | None
-    num_generations: int | None
-    group_ids: Tensor | None
-    cu_seqlens: Tensor | None
-    num_items_in_batch: Tensor | float | None
-    normalizer: Tensor | float | None
-    entropy_normalizer: Tensor | float | None
-    config: GRPOConfig | None
-    backend: str
-
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _DEFAULTS = {name: "auto" if name == "backend" else None for name in LossOptions.__annotations__}
+# What reaches the loss as a tensor: one value per token, or one number.
+_OF_CALL = tuple(name for name in _DEFAULTS if name in TOKEN_ARGUMENTS or name in NUMBER_ARGUMENTS)
+_OF_CONFIG = tuple(name for name, row in OPTIONS.items() if row.takes_tensor)
+_TRANSFORM = ("temperature", "logit_scale", "logit_softcap")
 Function = TypeVar("Function", bound=Callable[..., Any])
+Call = TypeVar("Call", LossCall, LogpsCall)
 
 
 def forwards_loss_options(function: Function) -> Function:
     """Gives a function with **options: Unpack[LossOptions] the signature that help() and editors show."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for name, annotation in LossOptions.__annotations__.items():
-        # As it is written: help() shows an annotation of a TypedDict as a ForwardRef.
-        text, default = str(getattr(annotation, "__forward_arg__", annotation)), _DEFAULTS[name]
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
+    for name, annotation in get_type_hints(LossOptions).items():
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=annotation)
+        )
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
@@ -98,6 +81,23 @@ def read_config(function_name: str, options: LossOptions) -> GRPOConfig:
         return DEFAULT_CONFIG
     check_config(config)
     return config
+
+
+def agreed(
+    group: ProcessGroup | None, inputs: Inputs, check: Callable[[Tensor, Tensor | None], Call]
+) -> tuple[Tensor, Tensor | None, Call]:
+    """Returns weight and bias, gathered where they are sharded, and the call that `check` makes of them; with a group
+    of ranks that hold slices of the vocabulary, they agree on it, or all raise."""
+    hidden, weight, bias = inputs
+    if group is None:
+        weight, bias = full_weight(weight), full_weight(bias)
+        return weight, bias, check(weight, bias)
+    check_group(group)
+    with broadcast_failure(group, hidden):
+        call = check(weight, bias)
+    wants = requires_grad_flags(hidden, weight, bias)
+    vocab_slice = exchange_and_check(group, hidden, weight, bias, wants, call.description)
+    return weight, bias, call._replace(vocab_slice=vocab_slice)
 
 
 def check_loss_inputs(
@@ -117,8 +117,7 @@ def check_loss_inputs(
     `input_name` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
     """
-    if config.distill_coef != 0.0 and teacher is None:
-        raise ValueError(f"distill_coef={config.distill_coef} has no effect without a teacher, which is not given here")
+    no_effect("distill_coef", config.distill_coef or None, "without a teacher", unless=teacher is not None)
     # The ids of a TopKTeacher that are the mask's stand in rows of their own, as the logits of a Teacher do.
     has_rows = teacher is not None and (is_whole(teacher) or sampling_mask is not None)
     device, shape, cu_seqlens = like.device, like.shape, options.get("cu_seqlens")
@@ -126,44 +125,29 @@ def check_loss_inputs(
     if sampling_mask is not None:
         check_sampling_mask(sampling_mask, shape, like)
     num_sequences = num_sequences_of(like, cu_seqlens, input_name)
-    check_offsets(cu_seqlens, shape[0])
     layout = TokenLayout(shape, num_sequences, cu_seqlens, like, table_dtype(dtype))
-    given: dict[str, Any] = {name: options.get(name) for name in _PER_TOKEN}
-    given["completion_mask"] = mask = mask_per_token(options.get("completion_mask"), shape, like)
-    if reads_logits and isinstance(config.temperature, Tensor):
-        given["temperature"] = config.temperature
-    _check_advantages(advantages, options.get("rewards"), num_sequences, like)
+    mask = mask_per_token(options.get("completion_mask"), shape, like)
     _check_combinations(options, config)
-    for name in (*_SCALARS, "entropy_threshold", "entropy_coef"):
-        x = options.get(name) if name in _SCALARS else getattr(config, name)
-        if x is not None and (name in _SCALARS or isinstance(x, Tensor)):
-            given[name] = check_scalar(name, x, device, layout.dtype)
-    if "num_items_in_batch" in given:
-        _check_num_items(options["num_items_in_batch"], mask, device)
-        given["normalizer"] = given.pop("num_items_in_batch")
+    advantages, groups, moments = _advantages_of(advantages, options, config, layout, mask)
 
-    groups = moments = None
-    num_generations, group_ids = options.get("num_generations"), options.get("group_ids")
-    rewards = options.get("rewards")
-    if num_generations is not None or group_ids is not None or rewards is not None:
-        groups = resolve_groups(num_sequences, num_generations, group_ids, like)
-    if isinstance(rewards, Tensor) and groups is not None:
-        lengths = _lengths(mask, cu_seqlens, like) if config.advantage_baseline == "length_weighted" else None
-        advantages, *moments = group_statistics(
-            rewards, groups, scale=config.advantage_scale, baseline=config.advantage_baseline,
-            ddof=config.advantage_ddof, eps=config.advantage_eps, nan_is_no_verdict=False, lengths=lengths,
-        )  # fmt: skip
-        if cu_seqlens is not None:
-            advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
-    given["advantages"] = advantages
+    given = {name: x for name in _OF_CALL if (x := options.get(name)) is not None}
+    given |= {name: x for name in _OF_CONFIG if isinstance(x := getattr(config, name), Tensor)}
+    if not reads_logits:
+        given.pop("temperature", None)
+    given = {n: x if n in TOKEN_ARGUMENTS else one_number(n, x, like, layout.dtype) for n, x in given.items()}
+    if "num_items_in_batch" in given:
+        given["normalizer"] = _num_items(options["num_items_in_batch"], given.pop("num_items_in_batch"), mask)
     inputs = TokenInputs(
+        advantages=advantages,
+        completion_mask=mask,
         cu_seqlens=cu_seqlens,
         group_index=None if groups is None else groups.index,
         kept_ids=None if sampling_mask is None else sampling_mask.ids,
         kept_counts=None if sampling_mask is None else sampling_mask.counts,
         **given,
     )
-    expanded = {name: per_token(name, given[name], layout) for name in TOKEN_ARGUMENTS if given.get(name) is not None}
+    given["advantages"] = advantages
+    expanded = {name: per_token(name, x, layout) for name, x in given.items() if name in TOKEN_ARGUMENTS}
     check_token_values(inputs)
     per_sequence = all(x is None or x.shape != shape for x in (advantages, inputs.rollout_weights))
     count = 0 if groups is None else groups.count
@@ -172,67 +156,84 @@ def check_loss_inputs(
     )
 
 
-def _check_advantages(advantages: Tensor | None, rewards: Tensor | None, num_sequences: int, like: Tensor) -> None:
+def _advantages_of(
+    advantages: Tensor | None, options: LossOptions, config: GRPOConfig, layout: TokenLayout, mask: Tensor | None
+) -> tuple[Any, Groups | None, list[Tensor] | None]:
+    """Returns the advantages that are given or follow from rewards, the groups, mean and std of their rewards."""
+    rewards, num_generations, group_ids = [options.get(x) for x in ("rewards", "num_generations", "group_ids")]
     if (advantages is None) == (rewards is None):
         came = "neither" if rewards is None else "both"
         raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {came}")
     if rewards is not None:
         check_rewards(rewards)
-        check_tensor("rewards", rewards, like)
-        fits = rewards.shape[0] == num_sequences
-        check_shape("rewards", rewards, fits, f"({num_sequences},), one per completion")
+        check_tensor("rewards", rewards, layout.like)
+        check_sizes("rewards", rewards, ARGUMENTS["rewards"], {"S": layout.num_sequences})
+    elif num_generations is None and group_ids is None:
+        return advantages, None, None
+    groups = resolve_groups(layout.num_sequences, num_generations, group_ids, layout.like)
+    if rewards is None:
+        return advantages, groups, None
+    lengths = None
+    if config.advantage_baseline == "length_weighted":
+        lengths = _lengths(mask, layout.cu_seqlens, layout.like)
+    advantages, *moments = group_statistics(
+        rewards, groups, scale=config.advantage_scale, baseline=config.advantage_baseline, ddof=config.advantage_ddof,
+        eps=config.advantage_eps, nan_is_no_verdict=False, lengths=lengths,
+    )  # fmt: skip
+    if layout.cu_seqlens is not None:
+        advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
+    return advantages, groups, moments
 
 
-def _check_num_items(count: Tensor | float, mask: Tensor | None, device: torch.device) -> None:
-    """Refuses what is below 1; but for 0, the count of a batch without an unmasked token, which counts as 1."""
-    is_known = checks_values(device)
-    if (is_known or not isinstance(count, Tensor)) and 0 < count < 1:
+def _num_items(given: Tensor | float, count: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the number of items of all batches, at least 1. Refuses what is below 1; but for 0, the count of a batch
+    without an unmasked token."""
+    is_known = checks_values(count.device)
+    if (is_known or not isinstance(given, Tensor)) and not (given == 0 or 1 <= given < math.inf):
         raise ValueError(
-            f"num_items_in_batch={float(count)}; expected the global number of tokens; a share is normalizer"
+            f"num_items_in_batch={float(given)}; expected the global number of tokens; a share is normalizer"
         )
-    if is_known and count == 0 and (mask is None or bool(mask.any())):
+    if is_known and given == 0 and (mask is None or bool(mask.any())):
         raise ValueError("num_items_in_batch=0, and completion_mask leaves tokens; expected their global number")
+    return torch.where(count < 0, count, count.clamp(min=1))  # a negative one is refused with the values
 
 
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
-    if config.beta != 0.0 and options.get("ref_logps") is None:
-        raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
+    """Refuses options that contradict each other or miss one, and what has no effect."""
     if options.get("ref_logps") is None:
-        kl = config.kl_estimator
-        for name, value, neutral in (
-            ("kl_clamp", config.kl_clamp, config.kl_clamp is None),
-            ("kl_estimator", kl, kl in ("none", DEFAULT_CONFIG.kl_estimator)),
-            ("use_bias_correction_kl", True, not config.use_bias_correction_kl),
-        ):
-            if not neutral:
-                raise ValueError(f"{name}={value!r} has no effect without ref_logps; leave it out")
+        if config.beta != 0.0:
+            raise ValueError(
+                f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities"
+            )
+        kl = None if config.kl_estimator in ("none", DEFAULT_CONFIG.kl_estimator) else config.kl_estimator
+        no_effect("kl_estimator", kl, "without ref_logps")
+        no_effect("kl_clamp", config.kl_clamp, "without ref_logps")
+        no_effect("use_bias_correction_kl", config.use_bias_correction_kl, "without ref_logps")
     if options.get("rollout_logps") is None and options.get("old_logps") is None:
-        if config.off_policy_mask_threshold is not None:
-            raise ValueError("off_policy_mask_threshold has no effect without rollout_logps or old_logps; leave it out")
+        threshold = config.off_policy_mask_threshold
+        no_effect("off_policy_mask_threshold", threshold, "without rollout_logps or old_logps")
         if SURROGATE_RULES[config.surrogate].divides_by_rollout:
             raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
-    if options.get("num_items_in_batch") is not None:
-        if options.get("normalizer") is not None:
+    of_loss, with_rule = config.entropy_aggregation == "loss", f"with aggregation={config.aggregation!r}"
+    counts_items, has_normalizer = config.aggregation == "num_items", options.get("normalizer") is not None
+    if (items := options.get("num_items_in_batch")) is not None:
+        if has_normalizer:
             raise ValueError("num_items_in_batch and normalizer are two names of one denominator; give one")
-        if config.aggregation != "num_items":
-            why = f"aggregation={config.aggregation!r}; use normalizer"
-            raise ValueError(f"num_items_in_batch has no effect with {why}")
-    if options.get("entropy_normalizer") is None:
-        counts_tokens = config.aggregation in ("token_mean", "num_items") or config.entropy_aggregation == "loss"
-        has_mean = config.has_entropy_bonus and not config.entropy_kept_only
-        if options.get("normalizer") is not None and has_mean and not counts_tokens:
-            raise ValueError(
-                f"normalizer with aggregation={config.aggregation!r} says nothing of the number of tokens, over which "
-                "the entropy bonus is a mean; give entropy_normalizer, or entropy_aggregation='loss'"
-            )
-    else:
-        for why, applies in (
-            ("entropy_coef=0; leave it out", not config.has_entropy_bonus),
-            ("entropy_aggregation='loss'; use normalizer", config.entropy_aggregation == "loss"),
-            ("entropy_kept_only, a mean over the kept tokens", config.entropy_kept_only),
-        ):
-            if applies:
-                raise ValueError(f"entropy_normalizer has no effect with {why}")
+        no_effect("num_items_in_batch", items, with_rule, unless=counts_items, instead="use normalizer")
+    if (number := options.get("entropy_normalizer")) is not None:
+        name, kept_only = "entropy_normalizer", config.entropy_kept_only
+        no_effect(name, number, "with entropy_coef=0", unless=config.has_entropy_bonus)
+        no_effect(name, number, "with entropy_aggregation='loss'", unless=not of_loss, instead="use normalizer")
+        no_effect(name, number, "with entropy_kept_only, a mean over the kept tokens", unless=not kept_only)
+    elif (
+        has_normalizer
+        and config.has_entropy_bonus
+        and not (config.entropy_kept_only or counts_items or of_loss or config.aggregation == "token_mean")
+    ):
+        raise ValueError(
+            f"normalizer {with_rule} says nothing of the number of tokens, over which the entropy bonus is a mean; "
+            "give entropy_normalizer, or entropy_aggregation='loss'"
+        )
     if config.aggregation == "fixed_length" and config.max_completion_length is None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")
 
@@ -247,37 +248,35 @@ def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None, like: Tensor) -> Te
 
 def check_logps_inputs(
     function_name: str,
-    inputs: Inputs,
-    ids: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    ids: Any,
     mask: Tensor | None,
     transform: tuple[float | Tensor, float, float | None],
     backend: str,
-    *,
-    entropy: bool = True,
+    entropy: bool = False,
     sampling_mask: SamplingMask | None = None,
     sparse_backward: float | None = None,
     cu_seqlens: Tensor | None = None,
     teacher: Teacher | TopKTeacher | None = None,
     divergence: GRPOConfig = DEFAULT_CONFIG,
     several_ids: bool = False,
-    top_k: object = None,
+    top_k: int = 0,
     logits_dtype: torch.dtype | None = None,
 ) -> LogpsCall:
     """Checks the arguments of a public function of log-probabilities, and returns what it computes.
 
-    transform: temperature, logit scale and softcap. several_ids: ids may be (..., K). top_k: how many to find where ids
-    are None."""
-    hidden, weight, bias = inputs
-    temperature, logit_scale, softcap = check_logit_transform(*transform)
+    transform: temperature, logit scale and softcap. several_ids: ids may be (..., K). top_k: how many to find, where
+    ids are None."""
+    temperature, logit_scale, softcap = [check_option(n, x) for n, x in zip(_TRANSFORM, transform, strict=True)]
     theta = check_sparse_backward(sparse_backward)
     entropy = check_flag("entropy", entropy)
-    k = 0
-    if ids is None:
-        k = check_count("k", top_k)
-        refuse_transforms(function_name, hidden)
-        check_plain("hidden", hidden)
+    compute_dtype, sizes = check_lm_head(function_name, hidden, weight, bias)
+    if top_k:
         ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    compute_dtype = check_lm_head(function_name, hidden, weight, bias, ids, several_ids=several_ids)
+    check_ids(ids, sizes, "hidden", hidden, several=several_ids)
     dtype, one = compute_dtype or hidden.dtype, ids
     check_logits_dtype(logits_dtype, dtype)
     if ids.dim() == hidden.dim():
@@ -292,7 +291,6 @@ def check_logps_inputs(
     of_tokens, number = None, 1.0
     if isinstance(temperature, Tensor):
         num_sequences = -1 if cu_seqlens is None and one.dim() == 1 else num_sequences_of(one, cu_seqlens)
-        check_offsets(cu_seqlens, one.shape[0])
         layout = TokenLayout(one.shape, num_sequences, cu_seqlens, hidden, table_dtype(dtype))
         of_tokens = per_token("temperature", temperature, layout)
     else:
@@ -302,5 +300,5 @@ def check_logps_inputs(
     name = choose_backend(backend, hidden.device, dtype, has_teacher=is_whole(teacher))
     tokens = LogpsTokens(ids, mask, of_tokens, *kept)
     return LogpsCall(
-        tokens, numbers, entropy, name, compute_dtype, logits_dtype, k, teacher=teacher, divergence=divergence
+        tokens, numbers, entropy, name, compute_dtype, logits_dtype, top_k, teacher=teacher, divergence=divergence
     )

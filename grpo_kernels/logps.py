@@ -3,8 +3,8 @@ kept."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from torch import Tensor
 from .checks.plain import full_weight
 from .config import check_count, check_number
 from .head.logps_op import Inputs, LogpsCall, logps_from_hidden
-from .head.shared import requires_grad_flags, takes_operator
+from .head.shared import takes_operator
 from .head.truncation import Truncation, recompute_support
-from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
-from .inputs import check_logps_inputs
+from .inputs import agreed, check_logps_inputs
 from .sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -61,11 +60,12 @@ def fused_logps(
 
     Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
     """
-    weight, bias, call = checked_call(
-        "fused_logps", (hidden, lm_head_weight, lm_head_bias), vocab_parallel_group, completion_ids, completion_mask,
-        (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
-        sparse_backward=sparse_backward, several_ids=True, logits_dtype=logits_dtype,
+    check = partial(
+        check_logps_inputs, "fused_logps", hidden, ids=completion_ids, mask=completion_mask,
+        transform=(temperature, logit_scale, logit_softcap), backend=backend, entropy=entropy,
+        sampling_mask=sampling_mask, sparse_backward=sparse_backward, several_ids=True, logits_dtype=logits_dtype,
     )  # fmt: skip
+    weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
     logps, entropies, *_ = logps_from_hidden(hidden, weight, bias, call)
     return logps, entropies if entropy else None
 
@@ -99,31 +99,17 @@ def fused_top_k(
         >>> torch.allclose(fused_logps(hidden, weight, ids)[0], logps)
         True
     """
-    with torch.no_grad():
-        weight, bias, call = checked_call(
-            "fused_top_k", (hidden, lm_head_weight, lm_head_bias), vocab_parallel_group, None, completion_mask,
-            (temperature, logit_scale, logit_softcap), backend, entropy=False, top_k=k,
-            logits_dtype=logits_dtype,
+
+    def check(weight: Tensor, bias: Tensor | None) -> LogpsCall:
+        return check_logps_inputs(
+            "fused_top_k", hidden, weight, bias, ids=None, mask=completion_mask, top_k=check_count("k", k),
+            transform=(temperature, logit_scale, logit_softcap), backend=backend, logits_dtype=logits_dtype,
         )  # fmt: skip
+
+    with torch.no_grad():
+        weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
         logps, _, _, found = logps_from_hidden(hidden, weight, bias, call)
     return cast(Tensor, found), logps
-
-
-def checked_call(
-    function_name: str, inputs: Inputs, group: ProcessGroup | None, *given: Any, **options: Any
-) -> tuple[Tensor, Tensor | None, LogpsCall]:
-    """Returns weight, bias and the call that `check_logps_inputs` makes, on which the ranks of a group agree."""
-    hidden, weight, bias = inputs
-    if group is None:
-        weight, bias = full_weight(weight), full_weight(bias)
-    else:
-        check_group(group)
-    with nullcontext() if group is None else broadcast_failure(group, hidden):
-        call = check_logps_inputs(function_name, (hidden, weight, bias), *given, **options)
-    if group is not None:
-        wants = requires_grad_flags(hidden, weight, bias)
-        call = call._replace(vocab_slice=exchange_and_check(group, hidden, weight, bias, wants, call.description))
-    return weight, bias, call
 
 
 def sampling_support(
@@ -183,16 +169,15 @@ def support_under(
     transform: tuple[float | Tensor, float, float | None], logits_dtype: torch.dtype | None = None,
 ) -> SamplingMask:  # fmt: skip
     """Returns `sampling_support` by any rule. transform: temperature, logit scale and softcap."""
-    hidden, weight, bias = inputs
-    inputs = hidden, full_weight(weight), full_weight(bias)
+    hidden, weight, bias = inputs[0], full_weight(inputs[1]), full_weight(inputs[2])
     call = check_logps_inputs(
-        "sampling_support", inputs, ids, mask, transform, "auto", entropy=False, logits_dtype=logits_dtype
-    )
-    vocab_size = len(inputs[1])
-    if not rule.truncates(vocab_size):
+        "sampling_support", hidden, weight, bias, ids=ids, mask=mask, transform=transform, backend="auto",
+        logits_dtype=logits_dtype,
+    )  # fmt: skip
+    if not rule.truncates(len(weight)):
         raise ValueError(
-            f"top_k={rule.top_k}, top_p={rule.top_p} and min_p={rule.min_p} keep all {vocab_size} ids; expected one "
+            f"top_k={rule.top_k}, top_p={rule.top_p} and min_p={rule.min_p} keep all {len(weight)} ids; expected one "
             "that truncates: without truncation leave sampling_mask out"
         )
     takes_operator(hidden, sampling_support=rule)  # none, when traced or compiled: raises
-    return recompute_support(inputs, call, rule)
+    return recompute_support((hidden, weight, bias), call, rule)

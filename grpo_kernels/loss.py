@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -11,25 +10,20 @@ import torch
 from torch import Tensor
 
 from .checks.arguments import (
+    Sizes,
     check_accumulate_into,
-    check_float,
+    check_by_table,
     check_ids,
     check_lm_head,
     check_logits_dtype,
-    check_tensor,
     check_values,
-    num_sequences_of,
     refuse_transforms,
 )
-from .checks.plain import check_shape, full_weight
-from .checks.tokens import (
-    check_token_tensor,
-)
+from .checks.tokens import check_token_tensor
 from .config import check_flag
 from .head.loss_op import LossCall, loss_from_hidden, loss_from_logits, policy_loss
 from .head.shared import requires_grad_flags, table_dtype
-from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
-from .inputs import LossOptions, check_loss_inputs, forwards_loss_options, read_config
+from .inputs import LossOptions, agreed, check_loss_inputs, forwards_loss_options, read_config
 from .objective.metrics import Batch, Measured
 from .sampling_mask import SamplingMask
 from .teacher import Teacher, TopKTeacher, check_teacher, refuse_with_teacher
@@ -203,32 +197,27 @@ def fused_grpo_loss(
             raises too, except under no_grad.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
-    group = vocab_parallel_group
-    if group is not None:
-        check_group(group)
-    with nullcontext() if group is None else broadcast_failure(group, hidden):
+
+    def check(weight: Tensor, bias: Tensor | None) -> LossCall:
         config = read_config("fused_grpo_loss", options)
-        weight, bias = lm_head_weight, lm_head_bias
-        if group is None:
-            weight, bias = full_weight(weight), full_weight(bias)
-        compute_dtype = check_lm_head("fused_grpo_loss", hidden, weight, bias, completion_ids)
+        compute_dtype, sizes = check_lm_head("fused_grpo_loss", hidden, weight, bias)
+        check_ids(completion_ids, sizes, "hidden", hidden)
         dtype = compute_dtype or hidden.dtype
         check_logits_dtype(config.logits_dtype, dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
-        if teacher is not None or config.distill_coef != 0.0:
-            check_teacher(teacher, config, hidden, weight, dtype)
+        check_teacher(teacher, config, hidden, weight, dtype)
         if teacher is not None:
             refuse_with_teacher(teacher, sampling_mask, config)
         batch = check_loss_inputs(
             advantages, sampling_mask, options, config, completion_ids, "hidden", dtype, teacher=teacher
         )
         wants = requires_grad_flags(hidden, weight, bias)
-        call = LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teacher)
-    if group is not None:
-        call = call._replace(vocab_slice=exchange_and_check(group, hidden, weight, bias, call.wants, call.description))
+        return LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teacher)
+
+    weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
     loss, logps, entropy, found, others, *divergence = loss_from_hidden(hidden, weight, bias, call)
-    return GRPOLossOutput(loss, logps, entropy, batch, found, others, *divergence)
+    return GRPOLossOutput(loss, logps, entropy, call.batch, found, others, *divergence)
 
 
 @forwards_loss_options
@@ -247,10 +236,10 @@ def grpo_loss_from_logps(
     """
     config = read_config("grpo_loss_from_logps", options)
     refuse_transforms("grpo_loss_from_logps", logps, entropy)
-    check_float("logps", logps)
-    num_sequences_of(logps, options.get("cu_seqlens"), "logps")  # before the others are compared with its shape
-    check_token_tensor("entropy", entropy, logps.shape, -1, logps)
-    if entropy is None and (config.has_entropy_bonus or config.entropy_threshold is not None):
+    check_by_table("logps", logps, {})
+    if entropy is not None:
+        check_token_tensor("entropy", entropy, logps.shape, -1, logps)
+    elif config.has_entropy_bonus or config.entropy_threshold is not None:
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
     batch = check_loss_inputs(advantages, None, options, config, logps, "logps", logps.dtype, reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
@@ -288,11 +277,9 @@ def grpo_loss_from_logits(
     if config.sparse_backward is not None:
         raise ValueError("config.sparse_backward has no effect in grpo_loss_from_logits, whose gradient is a matrix")
     inplace = check_flag("inplace", inplace)
-    check_float("logits", logits)
-    check_tensor("completion_ids", completion_ids, logits)
-    fits = logits.dim() in (2, 3) and logits.shape[-1] > 0
-    check_shape("logits", logits, fits, "(B, T, V) or packed (N, V), V >= 1")
-    check_ids(completion_ids, logits.shape[:-1], "logits")
+    sizes: Sizes = {}
+    check_by_table("logits", logits, sizes)
+    check_ids(completion_ids, sizes, "logits", logits)
     batch = check_loss_inputs(advantages, sampling_mask, options, config, completion_ids, "logits", logits.dtype)
     check_values(completion_ids, options.get("completion_mask"), logits.shape[-1], options.get("cu_seqlens"))
     if inplace and logits.is_leaf and logits.requires_grad:

@@ -124,9 +124,9 @@ def fused_policy_loss(
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
     lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
     scores = check_logps_inputs(
-        "fused_policy_loss", (hidden, lm_head_weight, lm_head_bias), completion_ids, completion_mask,
-        (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
-        sparse_backward=sparse_backward, cu_seqlens=cu_seqlens, logits_dtype=logits_dtype,
+        "fused_policy_loss", hidden, lm_head_weight, lm_head_bias, ids=completion_ids, mask=completion_mask,
+        transform=(temperature, logit_scale, logit_softcap), backend=backend, entropy=entropy,
+        sampling_mask=sampling_mask, sparse_backward=sparse_backward, cu_seqlens=cu_seqlens, logits_dtype=logits_dtype,
     )  # fmt: skip
     num_sequences_of(completion_ids, cu_seqlens)  # packed tokens have offsets
     call = _Call(

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks.arguments import check_kept_ids, check_tensor
-from .checks.plain import check_integers, check_kind, check_plain, check_shape
-from .config import as_python
+from .checks.arguments import Sizes, check_by_table, check_kept_ids
+from .checks.plain import check_kind, check_plain
+from .config.argument import as_python
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +37,10 @@ class SamplingMask:
     added: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, x in (("ids", self.ids), ("counts", self.counts)):
-            check_integers(f"SamplingMask.{name}", x)
-        check_shape("SamplingMask.ids", self.ids, self.ids.dim() == 1, "(M,), one token after another")
-        check_shape("SamplingMask.counts", self.counts, self.counts.dim() in (1, 2), "(B, T) or packed (N,)")
-        for name, of_token in (("mass", self.mass), ("added", self.added)):
-            if of_token is not None:
-                check_tensor(f"SamplingMask.{name}", of_token, self.counts)
-                check_shape(f"SamplingMask.{name}", of_token, of_token.shape == self.shape, tuple(self.shape))
-        if self.ids.device != self.counts.device:
-            raise ValueError(f"SamplingMask.counts is on {self.counts.device}, ids on {self.ids.device}; expected one")
+        sizes: Sizes = {}
+        for name in ("counts", "ids", "mass", "added"):
+            if (x := getattr(self, name)) is not None or name in ("counts", "ids"):
+                check_by_table(f"SamplingMask.{name}", x, sizes, self.counts)
         check_kept_ids(self.ids, self.counts)
 
     @classmethod

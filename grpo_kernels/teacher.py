@@ -11,9 +11,19 @@ from typing import Any, Literal, TypeGuard, get_args
 import torch
 from torch import Tensor
 
-from .checks.arguments import check_float, check_tensor, check_top_k, checks_values, constant, products_dtype
-from .checks.plain import check_integers, check_shape
-from .config import GRPOConfig, check_count, check_logit_transform, check_one_of
+from .checks.arguments import (
+    Sizes,
+    check_by_table,
+    check_sizes,
+    check_tensor,
+    check_top_k,
+    checks_values,
+    constant,
+    products_dtype,
+)
+from .checks.table import ARGUMENTS
+from .config import GRPOConfig, check_count, check_one_of, check_option
+from .config.argument import no_effect
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 TopKMode = Literal["tail", "truncate", "renormalize"]
@@ -53,24 +63,18 @@ class Teacher:
         return replace(self, hidden=self.hidden.to(device), weight=self.weight.to(device), bias=bias)
 
     def __post_init__(self) -> None:
-        hidden, weight, bias = self.hidden, self.weight, self.bias
-        check_float("Teacher.hidden", hidden)
-        check_float("Teacher.weight", weight, hidden)
-        fits = hidden.dim() in (2, 3) and hidden.shape[-1] > 0
-        check_shape("Teacher.hidden", hidden, fits, "(B, T, H') or packed (N, H')")
-        fits = weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
-        check_shape("Teacher.weight", weight, fits, f"(V, H') with H' = {hidden.shape[-1]} as in Teacher.hidden")
-        if bias is not None:
-            check_float("Teacher.bias", bias, hidden)
-            check_shape("Teacher.bias", bias, bias.shape == weight.shape[:1], tuple(weight.shape[:1]))
-        _, scale, softcap = check_logit_transform(1.0, self.logit_scale, self.logit_softcap)
-        object.__setattr__(self, "logit_scale", scale)
-        object.__setattr__(self, "logit_softcap", softcap)
+        sizes: Sizes = {}
+        check_by_table("Teacher.hidden", self.hidden, sizes)
+        check_by_table("Teacher.weight", self.weight, sizes, self.hidden)
+        if self.bias is not None:
+            check_by_table("Teacher.bias", self.bias, sizes, self.hidden)
+        for name in ("logit_scale", "logit_softcap"):
+            object.__setattr__(self, name, check_option(name, getattr(self, name)))
         check_one_of("mode", self.mode, get_args(TopKMode))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", check_count("top_k", self.top_k))
-        elif self.mode != "tail":
-            raise ValueError(f"mode={self.mode!r} has no effect without top_k; give both, or leave it out")
+        mode = None if self.mode == "tail" else self.mode
+        no_effect("mode", mode, "without top_k", unless=self.top_k, instead="give both, or leave it out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +98,11 @@ class TopKTeacher:
     mode: TopKMode = "tail"
 
     def __post_init__(self) -> None:
-        ids, logps = self.ids, self.logps
-        check_integers("TopKTeacher.ids", ids)
-        check_float("TopKTeacher.logps", logps, ids)
-        fits = ids.dim() in (2, 3) and ids.shape[-1] > 0
-        check_shape("TopKTeacher.ids", ids, fits, "(B, T, K) or (N, K), K >= 1")
-        check_shape("TopKTeacher.logps", logps, logps.shape == ids.shape, f"{tuple(ids.shape)} like ids")
+        sizes: Sizes = {}
+        check_by_table("TopKTeacher.ids", self.ids, sizes)
+        check_by_table("TopKTeacher.logps", self.logps, sizes, self.ids)
         check_one_of("mode", self.mode, get_args(TopKMode))
-        if checks_values(ids.device):
+        if checks_values(self.ids.device):
             self._check_values()
 
     def _check_values(self) -> None:
@@ -216,10 +217,8 @@ def check_teacher(teacher: object, config: GRPOConfig, hidden: Tensor, weight: T
     for name, x in tensors.items():
         check_tensor(name, x, hidden)
         constant(name, x)
-    name, leading = f"{kind}.{fields[0]}", tuple(hidden.shape[:-1])
-    x = tensors[name]
-    fits = x.shape[:-1] == leading
-    check_shape(name, x, fits, f"a row for each row of hidden, {leading} before its last dimension")
+    name = f"{kind}.{fields[0]}"
+    check_sizes(name, tensors[name], ARGUMENTS[name], {"tokens": hidden.shape[:-1]})
     if isinstance(teacher, Teacher):
         _check_head(teacher, tensors, weight, dtype)
 

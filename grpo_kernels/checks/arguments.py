@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..config import GRPOConfig, check_number
-from .plain import INTEGERS, PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
+from ..config import GRPOConfig
+from ..config.argument import FLOATS, Argument
+from ..config.argument import NUMBERS as NUMBERS
+from .plain import PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
+from .table import ARGUMENTS, THERE
 
-THERE = " at every unmasked position"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_NUMBER = Argument(expected=f"a number{THERE}")
+Sizes = dict[str | int, Any]  # of shapes, by their letter; "tokens": (B, T) or (N,); "S": -1 where it is not known
 
 
 def check_config(config: object) -> None:
@@ -79,72 +82,44 @@ def check_logits_dtype(logits_dtype: object, dtype: torch.dtype) -> None:
         raise ValueError(f"logits_dtype={logits_dtype} with {dtype} inputs; expected {names}")
 
 
-def check_float(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """Checks that x is a plain tensor on the device of `like`, of a type that the kernels take."""
-    check_tensor(name, x, like)
-    if x.is_meta:
-        _refuse_meta(name)
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
-
-
-def _refuse_meta(name: str) -> None:
-    raise ValueError(f"{name} is on the meta device, where tensors have no values")
-
-
 def check_lm_head(
-    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, *, several_ids: bool = False
-) -> torch.dtype | None:
-    """Checks that hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape, with
-    `several_ids` also K of them per token, fit together.
+    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[torch.dtype | None, Sizes]:
+    """Checks that hidden (B, T, H) or (N, H), weight (V, H) and bias (V,) fit together.
 
-    They have one type, unless the products are computed in another, which is returned.
+    They have one type, unless the products are computed in another, which is returned, with the sizes.
     """
     refuse_transforms(function, hidden, weight, bias)
     compute_dtype = products_dtype(hidden, weight, bias)
-    check_float("hidden", hidden)
+    sizes: Sizes = {}
+    check_by_table("hidden", hidden, sizes)
     head = {"lm_head_weight": weight} | ({} if bias is None else {"lm_head_bias": bias})
     for name, x in head.items():
         check_tensor(name, x, hidden)
         if x.dtype is not hidden.dtype or type(x) not in PLAIN:
             refuse_quantised(name, x)
         check_gathered(name, x)
-    check_tensor("completion_ids", ids, hidden)
-    check_shape("hidden", hidden, hidden.dim() in (2, 3), "(B, T, H) or packed (N, H)")
-    shape, width = weight.shape, hidden.shape[-1]
-    check_shape("hidden", hidden, width > 0, "hidden states of H >= 1 numbers")
-    if len(shape) != 2 or shape[1] != width:
-        raise ValueError(f"lm_head_weight has shape {tuple(shape)}; expected (V, H) with H = {width} as in hidden")
-    if shape[0] == 0:
-        raise ValueError("lm_head_weight has no rows; expected (V, H) with V >= 1")
-    for name, x in head.items():
         if compute_dtype is None and x.dtype is not hidden.dtype:
             raise TypeError(
                 f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "
                 "states, or torch.autocast"
             )
-    if bias is not None:
-        check_shape("lm_head_bias", bias, bias.shape == shape[:1], tuple(shape[:1]))
-    check_ids(ids, hidden.shape[:-1], "hidden", several=several_ids)
-    return compute_dtype
+        check_sizes(name, x, ARGUMENTS[name], sizes)
+    return compute_dtype, sizes
 
 
-def check_ids(ids: Tensor, leading: torch.Size, input_name: str, *, several: bool = False) -> None:
-    """Checks the type of completion_ids, and that they have the shape `leading` of the input of this name; with
-    `several` also (*leading, K)."""
-    if ids.dtype not in INTEGERS:
-        raise TypeError(f"completion_ids is {ids.dtype}; expected int64")
-    if several and ids.dim() == len(leading) + 1:
-        fits = ids.shape[:-1] == leading and ids.shape[-1] > 0
-        check_shape("completion_ids", ids, fits, f"{tuple(leading)}, or {tuple(leading)} and K >= 1 ids")
-    elif ids.shape != leading:
-        hint = ""
-        if len(leading) == 2 and ids.dim() == 2 and leading[1] == ids.shape[1] + 1:
-            hint = f"; row t must predict completion_ids[:, t], so drop the last position: {input_name}[:, :-1]"
+def check_ids(ids: Tensor, sizes: Sizes, input_name: str, like: Tensor, *, several: bool = False) -> None:
+    """Checks that completion_ids are one for each token of the input of this name, with `several` also K of them."""
+    row, tokens = ARGUMENTS["completion_ids"], sizes["tokens"]
+    check_type("completion_ids", ids, row.dtypes, like)
+    if ids.shape == tokens:
+        return
+    if len(tokens) == 2 and ids.dim() == 2 and tokens[1] == ids.shape[1] + 1:
         raise ValueError(
-            f"completion_ids has shape {tuple(ids.shape)} and {input_name} {tuple(leading)} before its last dimension; "
-            f"expected the same{hint}"
+            f"completion_ids has shape {tuple(ids.shape)} and {input_name} {tuple(tokens)} before its last dimension; "
+            f"row t must predict completion_ids[:, t], so drop the last position: {input_name}[:, :-1]"
         )
+    check_sizes("completion_ids", ids, row._replace(shapes=(*row.shapes, ("tokens", "K"))) if several else row, sizes)
 
 
 def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
@@ -174,12 +149,80 @@ def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
             raise ValueError(f"{name} {problem}")
 
 
+# --- one tensor -------------------------------------------------------------------------------------------------------
+
+
+def check_by_table(name: str, x: Tensor, sizes: Sizes, like: Tensor | None = None) -> None:
+    """Checks that x is what its row of the table says, on the device of `like`. sizes: those that are known; the sizes
+    of x that are not yet are added."""
+    row = ARGUMENTS[name]
+    check_type(name, x, row.dtypes, like)
+    check_sizes(name, x, row, sizes)
+
+
+def check_type(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None, like: Tensor | None = None) -> None:
+    """Checks that x is a plain tensor of one of these types, on the device of `like`, else on one that holds values."""
+    check_tensor(name, x, like)
+    if like is None and x.is_meta:
+        raise ValueError(f"{name} is on the meta device, where tensors have no values")
+    if dtypes is not None and x.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} is {x.dtype}; expected {', '.join(others)} or {last}")
+
+
+def check_float(name: str, x: Tensor, like: Tensor | None = None) -> None:
+    """Checks that x is a plain tensor on the device of `like`, of a type that the kernels take."""
+    check_type(name, x, FLOATS, like)
+
+
 def check_tensor(name: str, x: Tensor, like: Tensor | None = None) -> None:
     """Checks that x is a plain tensor on the device of `like`."""
     if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or not x.numel():
         check_plain(name, x)
     if like is not None and x.device != like.device:
         raise ValueError(f"{name} is on {x.device}; expected {like.device} like the other inputs")
+
+
+def check_sizes(name: str, x: Tensor, row: Argument, sizes: Sizes) -> None:
+    """Checks that x has one of the row's shapes. sizes: as in `check_by_table`."""
+    for letters in row.shapes:
+        if _fits(x.shape, letters, sizes):
+            return
+    raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {_described(row.shapes, sizes)}")
+
+
+def _fits(shape: torch.Size, letters: tuple[str | int, ...], sizes: Sizes) -> bool:
+    found: Sizes = {}
+    if letters[:1] == ("tokens",):
+        count = len(shape) - len(letters) + 1
+        found["tokens"] = shape[:count]
+        if count not in (1, 2) or found["tokens"] != sizes.get("tokens", found["tokens"]):
+            return False
+        shape, letters = shape[count:], letters[1:]
+    if len(shape) != len(letters):
+        return False
+    for size, letter in zip(shape, letters, strict=True):
+        if isinstance(letter, str) and letter not in sizes and (size > 0 or letter.islower()):
+            found[letter] = size
+        elif size != sizes.get(letter, letter):
+            return False
+    sizes.update(found)
+    return True
+
+
+def _described(shapes: tuple[tuple[str | int, ...], ...], sizes: Sizes) -> str:
+    """Returns shapes in words: sizes that are known as numbers, others as letters."""
+    found, unknown = [], []
+    for letters in shapes:
+        if not letters or ("S" in letters and sizes["S"] < 0):
+            continue
+        leading = (sizes["tokens"],) if "tokens" in sizes else (("B", "T"), ("N",))
+        for tokens in leading if letters[0] == "tokens" else ((),):
+            parts = [*tokens, *(sizes.get(x, x) for x in letters if x != "tokens")]
+            text = f"({', '.join(map(str, parts))}{',' * (len(parts) == 1)})"
+            found.append(f"packed {text}" if tokens == ("N",) else text)
+        unknown += [f", {x} >= 1" for x in letters if isinstance(x, str) and x.isupper() and x not in sizes]
+    return " or ".join(found) + "".join(dict.fromkeys(unknown))
 
 
 def constant(name: str, x: Tensor) -> Tensor:
@@ -195,38 +238,21 @@ def check_one_element(name: str, x: Tensor) -> None:
     """Checks that x holds one real number, on any device that holds values."""
     check_plain(name, x)
     check_shape(name, x, x.numel() == 1, "a number or a tensor of one element")
-    if x.dtype not in NUMBERS:
-        raise TypeError(f"{name} is {x.dtype}; expected a number, or a tensor of a float or integer type")
-    if x.is_meta:
-        _refuse_meta(name)
+    check_type(name, x, NUMBERS)
 
 
-def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """Returns a number or one-element tensor as a tensor () of this type; a number of items as at least 1."""
-    if x is None:
-        return None
-    counts_items = name == "num_items_in_batch"  # 0: a batch without any unmasked token
-    if isinstance(x, Tensor):
-        check_one_element(name, x)
-        x = constant(name, x).reshape(()).to(device=device, dtype=dtype)
-        return torch.where(x < 0, x, x.clamp(min=1)) if counts_items else x  # a negative one is refused with the values
-    number = float(check_number(name, x, dtype=dtype, **({"low": 0.0} if counts_items else {"above": 0.0})))
-    return torch.full((), max(number, 1.0) if counts_items else number, dtype=dtype, device=device)
-
-
-def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, input_name: str = "hidden") -> int:
-    """Returns the number of sequences of a (B, T) batch or of a packed one, whose offsets are checked."""
-    if ids.dim() == 2:
+def num_sequences_of(tokens: Tensor, cu_seqlens: Tensor | None, input_name: str = "hidden") -> int:
+    """Returns the number of sequences of tokens (B, T), or of packed ones (N,), whose offsets are checked."""
+    if tokens.dim() == 2:
         if cu_seqlens is not None:
             raise ValueError(f"cu_seqlens is for packed (N, ...) inputs; {input_name} holds a (B, T) batch: give one")
-        return ids.shape[0]
-    name = input_name if input_name.endswith("logps") else "completion_ids"
-    check_shape(name, ids, ids.dim() == 1, "(B, T) or packed (N,)")
+        return tokens.shape[0]
     if cu_seqlens is None:
-        raise ValueError(f"{input_name} is packed, {ids.numel()} tokens without a batch dimension; cu_seqlens is None")
-    check_tensor("cu_seqlens", cu_seqlens, ids)
+        raise ValueError(f"{input_name} is packed, {len(tokens)} tokens without a batch dimension; cu_seqlens is None")
+    check_tensor("cu_seqlens", cu_seqlens, tokens)
     fits = cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
     check_kind("cu_seqlens", cu_seqlens, fits, "int32 or int64 (S + 1,), S >= 1")
+    check_offsets(cu_seqlens, tokens.numel())
     return cu_seqlens.numel() - 1
 
 
@@ -247,7 +273,7 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
     """Checks that ids lie in [0, V) at unmasked positions, and cu_seqlens."""
     if checks_values(ids.device):
         expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){THERE}"
-        check_numbers("completion_ids", ids, mask, low=0, high=vocab_size - 1, expected=expected)
+        check_numbers("completion_ids", ids, mask, row=Argument(low=0, high=vocab_size - 1, expected=expected))
         if cu_seqlens is not None:
             check_offsets(cu_seqlens, ids.numel())
 
@@ -300,23 +326,18 @@ def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
 
 
 def check_numbers(
-    name: str,
-    x: Tensor,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    expected: str = f"a number{THERE}",
-    allows_nan: bool = False,
+    name: str, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, row: Argument = _NUMBER
 ) -> None:
-    """Checks that numbers lie in [low, high], and none is NaN unless it `allows_nan`, at unmasked positions of x: (S,),
-    (S, 1), of the mask's shape, or one number for all. Reads x: see `checks_values`."""
+    """Checks that numbers lie between the ends of a row, and none is NaN unless it has a meaning, at unmasked positions
+    of x: (S,), (S, 1), of the mask's shape, or one number for all. Reads x: see `checks_values`."""
     if x.numel():
         least, most = x.aminmax()
-        if not low <= least.item() <= most.item() <= high:
-            wrong = (x < low) | (x > high) if allows_nan else ~((x >= low) & (x <= high))
-            name_first(name, x, wrong, expected, mask, cu_seqlens)
+        if not row.low <= least.item() <= most.item() <= row.high:
+            wide = x.double() if x.is_floating_point() else x  # in 16 bits the ends are infinite
+            wrong = (wide < row.low) | (wide > row.high)
+            if not row.allows_nan:
+                wrong |= wide != wide
+            name_first(name, x, wrong, row.expected, mask, cu_seqlens)
 
 
 def name_first(
@@ -334,8 +355,8 @@ def name_first(
         wrong = wrong & (before[cu_seqlens.long()].diff() > 0).view(x.shape)
     if bool(wrong.any()):
         where = wrong.nonzero()[0].tolist()
-        place = str(where) if where else ""
-        raise ValueError(f"{name}{place} = {x[tuple(where)].item()}; expected {expected}")
+        place = f"{where} = " if where else "="
+        raise ValueError(f"{name}{place}{x[tuple(where)].item()}; expected {expected}")
 
 
 def check_finite(name: str, x: Tensor, expected: str, *, allows_nan: bool = False) -> None:

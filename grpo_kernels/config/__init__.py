@@ -13,52 +13,63 @@ import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
 from ..kernels.operations import TeacherTransform
 from ..logit_transform import logit_transform
-from ..names import (
-    ADVANTAGE_BASELINES,
-    ADVANTAGE_SCALES,
-    DIVERGENCES,
-    AdvantageBaseline,
-    AdvantageScale,
-    Divergence,
-)
+from ..names import AdvantageBaseline, AdvantageScale, Divergence
 from ..objective.aggregation import AGGREGATIONS, Aggregation, EntropyAggregation
 from ..objective.kl import KL_ESTIMATORS, PRODUCTS, KLEstimator
 from ..objective.sequences import Level
-from ..objective.surrogates import SURROGATE_RULES as SURROGATE_RULES
-from ..objective.surrogates import Surrogate
+from ..objective.surrogates import SURROGATE_RULES, Surrogate
+from .argument import (
+    ABOVE_0,
+    AT_LEAST_0,
+    FINITE,
+    FLOATS,
+    LARGEST,
+    NUMBERS,
+    ONE,
+    PER_SEQUENCE,
+    Argument,
+    arguments_of,
+    as_constant,
+    check_count,
+    check_ddof,
+    check_flag,
+    check_number,
+    check_one_of,
+    check_value,
+    no_effect,
+    round_to,
+)
 from .trainers import advice, left_to_the_loop
 
-# Kernels compute in float32, and some GPUs take what is smaller for 0.
-SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-LARGEST_COUNT = 2**31 - 1
+__all__ = [  # of the package
+    "AGGREGATIONS",
+    "DEFAULT_CONFIG",
+    "KL_ESTIMATORS",
+    "SURROGATE_RULES",
+    "GRPOConfig",
+    "as_constant",
+    "available_presets",
+    "check_count",
+    "check_ddof",
+    "check_flag",
+    "check_number",
+    "check_one_of",
+    "check_option",
+    "check_sparse_backward",
+    "config_from_key",
+    "option_hint",
+    "options_of_loss_type",
+    "round_to",
+]
 DweightSum = Literal["weight", "float32"]
-
 # Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
-_TENSORS = ("temperature", "entropy_coef", "entropy_threshold")  # options that may be tensors
-_RANGES: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"low": 0.0}, "beta entropy_coef epsilon_low epsilon_high off_policy_mask_threshold advantage_eps distill_coef"),
-    ({"low": 0.0}, "dppo_kl_tau"),
-    ({"above": 0.0}, "temperature logit_scale logit_softcap delta log_ratio_clamp ratio_cap"),
-    ({"above": 0.0}, "sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg"),
-    ({"above": 1.0}, "dual_clip"),
-    ({}, "vespo_k_pos vespo_k_neg entropy_threshold"),
-)
-_RANGE_OF = {name: bound for bound, names in _RANGES for name in names.split()}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "surrogate": tuple(SURROGATE_RULES),
-    "kl_estimator": KL_ESTIMATORS,
-    "aggregation": AGGREGATIONS,
-    "advantage_scale": ADVANTAGE_SCALES,
-    "advantage_baseline": ADVANTAGE_BASELINES,
-    "dweight_sum": get_args(DweightSum),
-}
 
 
 @dataclass(frozen=True)
@@ -133,45 +144,45 @@ class GRPOConfig:
     importance_sampling_level: Level | None = None
     kl_estimator: KLEstimator = "k3"
     aggregation: Aggregation = "num_items"
-    beta: float = 0.0
-    epsilon_low: float | None = None
-    epsilon_high: float | None = None
-    delta: float | None = None
-    dual_clip: float | None = None
-    dppo_kl_tau: float | None = None
-    ratio_cap: float | None = None
-    log_ratio_clamp: float | None = None
-    kl_clamp: float | tuple[float | None, float | None] | None = None
+    beta: Annotated[float, AT_LEAST_0] = 0.0
+    epsilon_low: Annotated[float | None, AT_LEAST_0] = None
+    epsilon_high: Annotated[float | None, AT_LEAST_0] = None
+    delta: Annotated[float | None, ABOVE_0] = None
+    dual_clip: Annotated[float | None, Argument(above=1.0)] = None
+    dppo_kl_tau: Annotated[float | None, AT_LEAST_0] = None
+    ratio_cap: Annotated[float | None, ABOVE_0] = None
+    log_ratio_clamp: Annotated[float | None, ABOVE_0] = None
+    kl_clamp: Annotated[float | tuple[float | None, float | None] | None, ABOVE_0] = None
     use_bias_correction_kl: bool = False
     kl_score_term: bool = False
-    distill_coef: float = 0.0
+    distill_coef: Annotated[float, AT_LEAST_0] = 0.0
     divergence: Divergence | None = None
-    divergence_beta: float | None = None
-    temperature: float | torch.Tensor = 1.0
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    entropy_coef: float | torch.Tensor = 0.0
+    divergence_beta: Annotated[float | None, Argument(above=0.0, below=1.0)] = None  # at its ends: KL divergences
+    temperature: Annotated[float | torch.Tensor, Argument((*PER_SEQUENCE, ()), FLOATS, above=0.0, high=LARGEST)] = 1.0
+    logit_scale: Annotated[float, ABOVE_0] = 1.0
+    logit_softcap: Annotated[float | None, ABOVE_0] = None
+    entropy_coef: Annotated[float | torch.Tensor, Argument(ONE, NUMBERS, low=0.0, high=FINITE)] = 0.0
     entropy_aggregation: EntropyAggregation | None = None
     entropy_kept_only: bool = False
-    entropy_threshold: float | torch.Tensor | None = None
-    off_policy_mask_threshold: float | None = None
+    entropy_threshold: Annotated[float | torch.Tensor | None, Argument(ONE, NUMBERS, allows_nan=True)] = None
+    off_policy_mask_threshold: Annotated[float | None, AT_LEAST_0] = None
     max_completion_length: int | None = None
-    sapo_temperature_pos: float | None = None
-    sapo_temperature_neg: float | None = None
+    sapo_temperature_pos: Annotated[float | None, ABOVE_0] = None
+    sapo_temperature_neg: Annotated[float | None, ABOVE_0] = None
     vespo_k_pos: float | None = None
     vespo_k_neg: float | None = None
-    vespo_lambda_pos: float | None = None
-    vespo_lambda_neg: float | None = None
+    vespo_lambda_pos: Annotated[float | None, ABOVE_0] = None
+    vespo_lambda_neg: Annotated[float | None, ABOVE_0] = None
     advantage_scale: AdvantageScale = "group"
     advantage_baseline: AdvantageBaseline = "mean"
-    advantage_ddof: int = 1
-    advantage_eps: float = 1e-4
+    advantage_ddof: Annotated[int, Argument(low=0, high=1)] = 1
+    advantage_eps: Annotated[float, AT_LEAST_0] = 1e-4
     score_inactive: bool = True
     logits_dtype: torch.dtype | None = None
     chunk_rows: int | None = None
     dweight_sum: DweightSum = "weight"
     static_shapes: bool = False
-    sparse_backward: float | None = None
+    sparse_backward: Annotated[float | None, Argument(above=0.0, below=1.0)] = None
     # Everything but the tensors, as text: what a custom operator receives, and a constant to torch.compile. It has been
     # checked here, and is not checked again.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
@@ -188,33 +199,39 @@ class GRPOConfig:
         clamp: Any = self.kl_clamp
         if isinstance(clamp, list):  # which has no hash
             self._set("kl_clamp", tuple(clamp))
-        for name in _OPTIONS:
-            self._set(name, as_python(getattr(self, name)))
-        for name, allowed in _CHOICES.items():
-            check_one_of(name, getattr(self, name), allowed)
+        for name, row in OPTIONS.items():
+            self._set(name, check_value(name, getattr(self, name), row))
+        for i, value in enumerate(self.kl_clamps):
+            if value is not None:
+                check_number(f"kl_clamp[{i}]", value, above=0.0)
+        if self.logits_dtype not in (None, *FLOATS):
+            raise ValueError(f"logits_dtype={self.logits_dtype}; expected torch.float32, a 16-bit float type or None")
+        self._take_defaults()
+        self._check_combinations()
+        self._set("key", self._to_key())
+
+    def _take_defaults(self) -> None:
+        """Gives options at None the default of the surrogate, or of the divergence, that reads them."""
         rule = SURROGATE_RULES[self.surrogate]
-        if self.importance_sampling_level is None:
-            self._set("importance_sampling_level", rule.levels[0])
+        self._set("importance_sampling_level", self.importance_sampling_level or rule.levels[0])
         if self.importance_sampling_level not in rule.levels:
             raise ValueError(
                 f"importance_sampling_level={self.importance_sampling_level!r} does not go with "
                 f"surrogate={self.surrogate!r}; expected one of {rule.levels}"
             )
         for name in _SURROGATE_OPTIONS:
-            value = getattr(self, name)
-            if name not in rule.options:
-                if value is not None:
-                    raise ValueError(f"{name}={value} has no effect with surrogate={self.surrogate!r}; leave it out")
-            elif value is None and rule.options[name] != math.inf:
+            if getattr(self, name) is not None:
+                no_effect(name, getattr(self, name), f"with surrogate={self.surrogate!r}", unless=name in rule.options)
+            elif rule.options.get(name, math.inf) != math.inf:
                 self._set(name, rule.options[name])
-        for name, option in _OPTIONS.items():
-            if isinstance(option.default, bool):
-                check_flag(name, getattr(self, name))
-        check_sparse_backward(self.sparse_backward)
-        self._check_numbers()
-        self._check_divergence()
-        self._check_combinations()
-        self._set("key", self._to_key())
+        distils = self.distill_coef != 0.0
+        for name in ("divergence", "divergence_beta"):
+            no_effect(name, getattr(self, name), "with distill_coef=0", unless=distils)
+        if distils:
+            self._set("divergence", self.divergence or "reverse_kl")
+        no_effect("divergence_beta", self.divergence_beta, f"with {self.divergence!r}", unless=self.divergence == "jsd")
+        if self.divergence == "jsd":
+            self._set("divergence_beta", self.divergence_beta or 0.5)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -234,42 +251,9 @@ class GRPOConfig:
         values = (getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
         return tuple(id(x) if isinstance(x, torch.Tensor) else x for x in values)  # == of a tensor is a tensor
 
-    def _check_numbers(self) -> None:
-        for name, bound in _RANGE_OF.items():
-            value = getattr(self, name)
-            is_given = value is not None or _OPTIONS[name].default is not None
-            if is_given and not (name in _TENSORS and isinstance(value, torch.Tensor)):
-                check_number(name, value, **bound)
-        for i, value in enumerate(self.kl_clamps):
-            if value is not None:
-                check_number(f"kl_clamp[{i}]", value, above=0.0)
-        for name in ("max_completion_length", "chunk_rows"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        check_ddof("advantage_ddof", self.advantage_ddof)
-        if self.logits_dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"logits_dtype={self.logits_dtype}; expected torch.float32, a 16-bit float type or None")
-
-    def _check_divergence(self) -> None:
-        """Gives the divergence and the options that it reads values; without a weight they have to be None."""
-        if self.divergence is not None:
-            check_one_of("divergence", self.divergence, DIVERGENCES)
-        if self.distill_coef == 0.0:
-            for name in ("divergence", "divergence_beta"):
-                if (value := getattr(self, name)) is not None:
-                    raise ValueError(f"{name}={value!r} has no effect with distill_coef=0; leave it out")
-            return
-        self._set("divergence", self.divergence or "reverse_kl")
-        if self.divergence == "jsd":
-            self._set("divergence_beta", 0.5 if self.divergence_beta is None else self.divergence_beta)
-            check_number("divergence_beta", self.divergence_beta, above=0.0, below=1.0)  # at its ends: KL divergences
-        elif self.divergence_beta is not None:
-            raise ValueError(f"divergence_beta={self.divergence_beta!r} has no effect with {self.divergence!r}")
-
     def _check_combinations(self) -> None:
-        clips_probability = self.surrogate in ("dppo_tv", "ipo")
         # A ratio is positive, a probability at most 1: such a bound never acts. GMPO's bound is one of log-ratios.
-        for name in ("epsilon_low", "epsilon_high") if clips_probability else ("epsilon_low",):
+        for name in ("epsilon_low", "epsilon_high") if self.surrogate in ("dppo_tv", "ipo") else ("epsilon_low",):
             value = getattr(self, name)
             if value is not None and value > 1.0 and self.surrogate != "gmpo":
                 raise ValueError(f"{name}={value} with surrogate={self.surrogate!r}; expected a number in [0, 1]")
@@ -280,26 +264,21 @@ class GRPOConfig:
                 "no effect where the advantage is positive, delta none where it is negative",
                 stacklevel=4,
             )
-        if self.aggregation != "fixed_length" and self.max_completion_length is not None:
-            raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
+        fixed, has_bonus = self.aggregation == "fixed_length", self.has_entropy_bonus
+        why = f"with aggregation={self.aggregation!r}"
+        no_effect("max_completion_length", self.max_completion_length, why, unless=fixed)
+        no_effect("kl_score_term", self.kl_score_term, "with beta=0", unless=self.beta != 0.0)
+        no_effect("entropy_aggregation", self.entropy_aggregation, "with entropy_coef=0", unless=has_bonus)
         if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl or self.kl_clamp):
             raise ValueError("kl_estimator='none' contradicts beta != 0, use_bias_correction_kl and kl_clamp")
-        if self.kl_score_term and self.beta == 0.0:
-            raise ValueError("kl_score_term=True has no effect with beta=0; leave it out")
         if self.kl_score_term and (self.kl_estimator not in PRODUCTS or self.use_bias_correction_kl):
             raise ValueError(
                 f"kl_score_term=True with kl_estimator={self.kl_estimator!r} and use_bias_correction_kl="
                 f"{self.use_bias_correction_kl}; expected {' or '.join(PRODUCTS)}, and no bias correction, whose ratio "
                 "has that gradient already"
             )
-        if self.entropy_aggregation is not None:
-            check_one_of("entropy_aggregation", self.entropy_aggregation, get_args(EntropyAggregation))
-            if not self.has_entropy_bonus:
-                raise ValueError(
-                    f"entropy_aggregation={self.entropy_aggregation!r} has no effect with entropy_coef=0; leave it out"
-                )
         if self.entropy_kept_only:
-            if not self.has_entropy_bonus or self.entropy_threshold is None:
+            if not has_bonus or self.entropy_threshold is None:
                 raise ValueError("entropy_kept_only=True needs an entropy_coef and an entropy_threshold")
             if self.entropy_aggregation == "loss":
                 raise ValueError("entropy_kept_only=True contradicts entropy_aggregation='loss', its own weights")
@@ -444,119 +423,18 @@ def options_of_loss_type(loss_type: str, given: dict[str, Any]) -> dict[str, Any
     return found | {name: given[name] for name in names if name != "dual_clip"}  # which neither has
 
 
-def check_logit_transform(
-    temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None
-) -> tuple[float | torch.Tensor, float, float | None]:
-    """Returns the same as positive numbers of Python, or with a tensor of temperatures."""
-    return (
-        temperature if isinstance(temperature, torch.Tensor) else check_number("temperature", temperature, above=0.0),
-        check_number("logit_scale", logit_scale, above=0.0),
-        None if logit_softcap is None else check_number("logit_softcap", logit_softcap, above=0.0),
-    )
-
-
 def check_sparse_backward(theta: object) -> float:
     """Returns theta as a number of Python; 0 for None."""
-    return 0.0 if theta is None else check_number("sparse_backward", theta, above=0.0, below=1.0)
+    return check_option("sparse_backward", theta) or 0.0
 
 
-def as_python(x: Any) -> Any:
-    """Returns a number, flag or text of NumPy or of a subclass as Python's own, in a tuple too; else x itself."""
-    if isinstance(x, torch.Tensor):
-        return x
-    if isinstance(x, tuple):
-        return tuple([as_python(each) for each in x])
-    for kind in (bool, int, float):
-        if isinstance(x, kind):
-            return kind(x)
-    if getattr(x, "shape", None) == ():
-        return as_python(x.item())
-    return str.__str__(x) if isinstance(x, str) else x  # str() of an enumeration's member is its name
-
-
-def as_constant(x: Any) -> Any:
-    """Returns a number, or a tuple with some, that torch.compile holds for symbolic as the constant that it is in this
-    graph; else x itself."""
-    if isinstance(x, tuple):
-        return tuple([as_constant(each) for each in x])
-    if not torch.compiler.is_compiling() or not isinstance(x, (int, float)):
-        return x
-    from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-    return guard_scalar(x)
-
-
-def check_flag(name: str, x: object) -> bool:
-    """Returns x as a flag of Python."""
-    x = as_python(x)
-    if not isinstance(x, bool):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
-    return x
-
-
-def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={value!r}; expected one of {', '.join(allowed)}")
-
-
-def check_ddof(name: str, value: object) -> int:
-    """Returns 0 or 1 as an integer of Python."""
-    value = as_python(value)
-    if type(value) is not int or value not in (0, 1):
-        raise ValueError(f"{name}={value!r}; expected 0 or 1")
-    return value
-
-
-def check_count(name: str, value: object, *, least: int = 1) -> int:
-    """Returns a number of items, at least `least`, as an integer of Python."""
-    value = as_python(value)
-    if type(value) is not int or not least <= value <= LARGEST_COUNT:
-        came = shown(value) if type(value) is int else repr(value)
-        raise ValueError(f"{name}={came}; expected an integer >= {least}, and at most {LARGEST_COUNT}")
-    return value
-
-
-def check_number(
-    name: str,
-    value: object,
-    *,
-    low: float = -math.inf,
-    above: float = -math.inf,
-    high: float = math.inf,
-    below: float = math.inf,
-    dtype: torch.dtype = torch.float32,
-) -> float:
-    """Returns value as a number of Python: finite, >= low, > above, <= high and < below, also when rounded to the type
-    that kernels compute in."""
-    value = as_python(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is a {type(value).__name__}; expected a number")
-    if abs(value) <= torch.finfo(dtype).max:
-        rounded = round_to(value, dtype)
-        if low <= rounded <= high and above < rounded < below:
-            return value
-    bound = f" > {above:g}" if above != -math.inf else f" >= {low:g}" if low != -math.inf else ""
-    if min(high, below) != math.inf:
-        ends = "[" if above == -math.inf else "(", "]" if below == math.inf else ")"
-        bound = f" in {ends[0]}{max(low, above):g}, {min(high, below):g}{ends[1]}"
-    raise ValueError(f"{name}={shown(value)}; expected a finite number{bound}, in {str(dtype).removeprefix('torch.')}")
-
-
-def round_to(x: float, dtype: torch.dtype) -> float:
-    """Returns a finite x in float32 or float64; 0 where it has no normal number, which some GPUs take for 0."""
-    limits = torch.finfo(dtype)
-    if abs(x) < limits.tiny:
-        return 0.0
-    mantissa, exponent = math.frexp(x)
-    return math.ldexp(round(mantissa * 2 / limits.eps) * limits.eps / 2, exponent)
-
-
-def shown(number: Any) -> object:
-    """Returns a number as an error message has it: an integer of any size is a number in Python."""
-    return number if isinstance(number, float) or abs(number) <= LARGEST else f"an integer of {len(bin(number))} bits"
+def check_option(name: str, value: object) -> Any:
+    """Returns an argument of a function, which is what the configuration's option of this name is."""
+    return check_value(name, value, OPTIONS[name])
 
 
 _OPTIONS = {f.name: f for f in dataclasses.fields(GRPOConfig) if f.init}
+OPTIONS = {name: row for name, row in arguments_of(GRPOConfig).items() if name in _OPTIONS}  # what each may be
 
 
 def _unknown_option(name: str) -> str:
