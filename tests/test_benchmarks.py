@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from grpo_kernels.commands.bench import cases, command, measure, process
 from grpo_kernels.commands.bench.baselines import Implementation, Result, Unsupported
-from grpo_kernels.commands.bench.cases import MODES, SETS, jobs, make_case, parse_shape
+from grpo_kernels.commands.bench.cases import MODES, SETS, Job, jobs, make_case, parse_shape
 from grpo_kernels.commands.bench.inputs import grpo_objective, make_inputs
 from grpo_kernels.commands.bench.measure import Options
 from grpo_kernels.commands.bench.reference import errors, off_policy, reference, why_wrong
@@ -122,6 +122,15 @@ def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkey
     assert found["large"]["error"].startswith("out of memory")
     shown = command.case_table({"case": dataclasses.asdict(TINY), "implementations": found})
     assert all(words in shown for words in ("wrong result", "no such mode", "out of memory"))
+
+
+def test_a_case_that_fails_itself_has_its_reason_and_no_memory():
+    def run(*arguments, **options):
+        raise process.Died("the process died with SIGSEGV", "inputs")
+
+    job = Job(TINY, ("ours", "floor"), memory=("ours", "floor"))
+    record = command.measure_job(job, Options("cpu", 2, NEVER), run)
+    assert record["error"] == "the process died with SIGSEGV" and not record["implementations"]
 
 
 def test_rounds_are_interleaved_and_rotate():

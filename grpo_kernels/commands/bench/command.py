@@ -123,7 +123,7 @@ def measure_job(job: Job, options: Options, run: Run) -> Record:
     reports = record["implementations"]
     on_cpu = torch.device(options.device).type == "cpu"  # on a GPU `measure` measures memory too
     for name in select(job.memory) if on_cpu else ():
-        if name in names and not {"error", "missing"} & reports[name].keys():
+        if name in names and not {"error", "missing"} & (record | reports.get(name, {})).keys():
             timeout_report = {"memory_error": NOT_RUN} if time.time() > options.deadline else None
             reports[name] |= timeout_report or measure_peak_memory(job.case, name, run)
     if eager_bytes := reports.get("eager", {}).get("peak_bytes"):
