@@ -47,7 +47,7 @@ def run(seed: int, dweight_sum: str, steps: int) -> dict[str, object]:
     options = json.dumps({"chunk_rows": 8, "dweight_sum": dweight_sum})
     words = [
         "grpo-kernels", "demo", "--model", "smollm2", "--task", "largest-number", "--dtype=bfloat16",
-        "--per-device-train-batch-size=32", f"--max-steps={steps}", "--eval-steps=10", "--eval-num-samples=1",
+        "--per-device-train-batch-size=16", f"--max-steps={steps}", "--eval-steps=10", "--eval-num-samples=1",
         f"--seed={seed}", f"--loss-options={options}",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
