@@ -2,7 +2,7 @@
 
     python bench/dweight_learning.py [--steps 40] [--seeds 3] [--jobs 1] [--output bench/results/dweight/learning.json]
 
-Runs `grpo-kernels demo --model smollm2` with bfloat16 weights, chunks of eight tokens (fifteen to sixty of them in a
+Runs `grpo-kernels demo --model smollm2` with bfloat16 weights, chunks of eight tokens (eight to thirty of them in a
 step) and either `dweight_sum`; nothing else differs between the two runs of a seed. A run takes minutes on two cores.
 """
 
