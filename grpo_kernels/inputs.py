@@ -117,7 +117,8 @@ def check_loss_inputs(
     `input_name` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
     """
-    no_effect("distill_coef", config.distill_coef or None, "without a teacher", unless=teacher is not None)
+    if config.distill_coef != 0.0:
+        no_effect("distill_coef", config.distill_coef, "without a teacher", unless=teacher is not None)
     # The ids of a TopKTeacher that are the mask's stand in rows of their own, as the logits of a Teacher do.
     has_rows = teacher is not None and (is_whole(teacher) or sampling_mask is not None)
     device, shape, cu_seqlens = like.device, like.shape, options.get("cu_seqlens")
@@ -130,8 +131,13 @@ def check_loss_inputs(
     _check_combinations(options, config)
     advantages, groups, moments = _advantages_of(advantages, options, config, layout, mask)
 
-    given = {name: x for name in _OF_CALL if (x := options.get(name)) is not None}
-    given |= {name: x for name in _OF_CONFIG if isinstance(x := getattr(config, name), Tensor)}
+    given: dict[str, Any] = {}
+    for name in _OF_CALL:
+        if options.get(name) is not None:
+            given[name] = options.get(name)
+    for name in _OF_CONFIG:
+        if isinstance(getattr(config, name), Tensor):
+            given[name] = getattr(config, name)
     if not reads_logits:
         given.pop("temperature", None)
     given = {n: x if n in TOKEN_ARGUMENTS else one_number(n, x, like, layout.dtype) for n, x in given.items()}
@@ -263,7 +269,7 @@ def check_logps_inputs(
     teacher: Teacher | TopKTeacher | None = None,
     divergence: GRPOConfig = DEFAULT_CONFIG,
     several_ids: bool = False,
-    top_k: int = 0,
+    top_k: int | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> LogpsCall:
     """Checks the arguments of a public function of log-probabilities, and returns what it computes.
@@ -274,7 +280,7 @@ def check_logps_inputs(
     theta = check_sparse_backward(sparse_backward)
     entropy = check_flag("entropy", entropy)
     compute_dtype, sizes = check_lm_head(function_name, hidden, weight, bias)
-    if top_k:
+    if top_k is not None:
         ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     check_ids(ids, sizes, "hidden", hidden, several=several_ids)
     dtype, one = compute_dtype or hidden.dtype, ids
@@ -299,6 +305,7 @@ def check_logps_inputs(
     numbers = number, float(logit_scale), float(softcap or 0.0), theta
     name = choose_backend(backend, hidden.device, dtype, has_teacher=is_whole(teacher))
     tokens = LogpsTokens(ids, mask, of_tokens, *kept)
+    k = 0 if top_k is None else top_k
     return LogpsCall(
-        tokens, numbers, entropy, name, compute_dtype, logits_dtype, top_k, teacher=teacher, divergence=divergence
+        tokens, numbers, entropy, name, compute_dtype, logits_dtype, k, teacher=teacher, divergence=divergence
     )

@@ -74,7 +74,8 @@ class Teacher:
         if self.top_k is not None:
             object.__setattr__(self, "top_k", check_count("top_k", self.top_k))
         mode = None if self.mode == "tail" else self.mode
-        no_effect("mode", mode, "without top_k", unless=self.top_k, instead="give both, or leave it out")
+        has_k = self.top_k is not None
+        no_effect("mode", mode, "without top_k", unless=has_k, instead="give both, or leave it out")
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,13 +35,6 @@ def stored(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.resolve_neg() for x in tensors]
 
 
-def check_integers(name: str, x: Tensor) -> None:
-    """Checks that x is a plain tensor of integers."""
-    check_plain(name, x)
-    if x.dtype not in INTEGERS:
-        raise TypeError(f"{name} is {x.dtype}; expected int32 or int64")
-
-
 def check_shape(name: str, x: Tensor, fits: bool, expected: object) -> None:
     """Raises unless it `fits`. expected: text, or a shape: in a text torch.compile would take numbers as constants."""
     if not fits:

@@ -230,8 +230,8 @@ class GRPOConfig:
         if distils:
             self._set("divergence", self.divergence or "reverse_kl")
         no_effect("divergence_beta", self.divergence_beta, f"with {self.divergence!r}", unless=self.divergence == "jsd")
-        if self.divergence == "jsd":
-            self._set("divergence_beta", self.divergence_beta or 0.5)
+        if self.divergence == "jsd" and self.divergence_beta is None:
+            self._set("divergence_beta", 0.5)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -425,7 +425,7 @@ def options_of_loss_type(loss_type: str, given: dict[str, Any]) -> dict[str, Any
 
 def check_sparse_backward(theta: object) -> float:
     """Returns theta as a number of Python; 0 for None."""
-    return check_option("sparse_backward", theta) or 0.0
+    return 0.0 if theta is None else check_option("sparse_backward", theta)
 
 
 def check_option(name: str, value: object) -> Any:
