@@ -215,6 +215,8 @@ def fused_grpo_loss(
         wants = requires_grad_flags(hidden, weight, bias)
         return LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teacher)
 
+    if vocab_parallel_group is None:
+        read_config("fused_grpo_loss", options)  # an option that does not exist is an error before weights are gathered
     weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
     loss, logps, entropy, found, others, *divergence = loss_from_hidden(hidden, weight, bias, call)
     return GRPOLossOutput(loss, logps, entropy, call.batch, found, others, *divergence)

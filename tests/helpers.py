@@ -88,6 +88,11 @@ def off_policy(batch: Batch, config: gk.GRPOConfig | None = None, *, seed: int =
     return batch.with_options(**{name: x.float() for name, x in noisy.items()})
 
 
+def gradients_of(loss: Tensor, batch: Batch) -> list[Tensor]:
+    """With respect to hidden, weight and bias, which the batch has."""
+    return list(torch.autograd.grad(loss, [getattr(batch, name) for name in LEAVES]))
+
+
 UNCLIPPED = gk.GRPOConfig(epsilon_low=1.0, epsilon_high=1e6)
 LOSSES = (
     *("fused_grpo_loss", "fused_logps", "fused_policy_loss", "fused_policy_loss, sequence"),
