@@ -49,6 +49,7 @@ TRAINERS = {
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
+    "learning": "Reward, entropy and norm of the gradient over steps, the gradient of the head summed in either type",
 }
 # On the front page: a step in bfloat16 with the head of a model.
 CHART = {"gpu-h200.json": ("llama-3-8b", "Llama-3-8B"), "cpu.json": ("smollm2-135m", "SmolLM2-135M")}
@@ -78,6 +79,7 @@ def filled_pages(pages: dict[str, str]) -> tuple[dict[str, str], list[str]]:
         "README.md": [summary({name: load(name) for name in FILES})],
         "bench/README.md": other_revisions or ["Nothing: all files are of the code as it is."],
         "bench/RESULTS.md": [*sections(), *(errors(name, load(name)) for name in ERRORS),
+                             f"![{CAPTIONS['learning']}](figures/dweight-learning.png)",
                              time_to_reward(load("trainer/time-to-reward.json"))],
         "grpo_kernels/README.md": [rounding(load("truncated/rounding.json"))],
     }  # fmt: skip
@@ -155,7 +157,7 @@ def dweight_learning(document: Document) -> Figure:
     keys = ("reward", "entropy", "grad_norm")
     for run in document["runs"]:
         values = {key: {x["step"]: x[key] for x in run["log"] if key in x} for key in keys}
-        evaluations = {x["step"]: x["evaluation"]["greedy"] for x in run["log"] if "evaluation" in x}
+        evaluations = {x["step"]: x["evaluation"]["greedy_reward"] for x in run["log"] if "evaluation" in x}
         runs[run["dweight_sum"]].append(values | {"evaluation": evaluations})
     labelled = {f"dweight_sum={name}": values for name, values in runs.items()}
     return curves(document, "The gradient of the head summed in float32, and in 16 bits: three seeds", names, labelled)
@@ -281,7 +283,8 @@ def _cell(entry: Document, *quote: str) -> str:
 def _times(report: Report) -> str:
     """Returns the median, least and most time of a report, in ms."""
     numbers = [report["seconds"][key] * 1e3 for key in ("median", "min", "max")] if "seconds" in report else []
-    return "{:,.0f} ({:,.0f} to {:,.0f})".format(*numbers) if numbers else ""
+    form = ",.1f" if numbers and numbers[0] < 10 else ",.0f"
+    return f"{numbers[0]:{form}} ({numbers[1]:{form}} to {numbers[2]:{form}})" if numbers else ""
 
 
 def _errors(reports: dict[str, Report], key: str) -> str:
@@ -298,7 +301,7 @@ def _number(report: Report, key: str, form: str) -> str:
 
 def _is_narrow(case: dict[str, Any]) -> bool:
     """Returns whether a case is a point of a sweep over the hidden size, and not a model's head."""
-    return case["head"] == "custom" and case["tokens"] < 4096
+    return case["head"] == "custom" and case["tokens"] < 4096 and case["vocab_size"] > 1000
 
 
 def ratios(document: Document) -> Iterator[tuple[int, str, str, float]]:
