@@ -98,6 +98,8 @@ FURTHER: dict[str, list[Given]] = {
     "fused_policy_loss": [
         dict(temperature=PER_TOKEN), OF_PACKED | dict(loss_fn=lambda chunk: chunk.logps.exp().sum(), entropy=False)
     ],
+    "fused_distillation_loss": [dict(temperature=PER_TOKEN)],
+    "fused_divergence": [dict(temperature=PER_TOKEN)],
 }  # fmt: skip
 
 
