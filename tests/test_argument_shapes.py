@@ -18,14 +18,12 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import kernels
-from grpo_kernels.checks.table import ARGUMENTS, TOKEN_ARGUMENTS
-from grpo_kernels.config.argument import FLOATS
 from grpo_kernels.kernels.operations import Backend, HeadChunk, LogitChunk
 from grpo_kernels.objective.tokens import Tokens
 from grpo_kernels.reference import reference_logps
 
-PER_SEQUENCE = tuple(name for name, row in TOKEN_ARGUMENTS.items() if ("S", 1) in row.shapes)
-PER_TOKEN = (*(name for name in TOKEN_ARGUMENTS if name not in PER_SEQUENCE), "completion_mask")
+PER_TOKEN = ("old_logps", "ref_logps", "rollout_logps", "completion_mask")
+PER_SEQUENCE = ("advantages", "rollout_weights", "token_weights", "temperature")
 BACKENDS = ("cpu", "torch", "triton", "cuda")
 LAYOUTS = (
     "batch",
@@ -66,7 +64,7 @@ def make(layout: str) -> tuple[Batch, int]:
 
 def meaning(name: str, x: Tensor, ids: Tensor, count: int, offsets: Tensor | None) -> Tensor | None:
     """One value per token; None for a shape that is refused."""
-    if () in ARGUMENTS[name].shapes and x.numel() == 1:
+    if name == "temperature" and x.numel() == 1:
         return x.reshape(()).expand(ids.shape)
     if x.shape == ids.shape:
         return x
@@ -161,7 +159,7 @@ def values(name: str, shape: tuple[int, ...], batch: Batch) -> Tensor:
     x = torch.rand(shape, generator=torch.Generator().manual_seed(len(shape))) + 0.5
     if name == "completion_mask":
         return torch.ones(shape, dtype=torch.bool)
-    return -x if ARGUMENTS[name].high <= 1 else x  # log-probabilities
+    return -x if name.endswith("logps") else x
 
 
 def run(batch: Batch, config: gk.GRPOConfig, backend: str) -> Result:
@@ -281,7 +279,9 @@ def test_one_value_per_token_or_per_sequence_is_asked_for_where_a_shape_says_bot
 
 # --- types ----------------------------------------------------------------------------------------------------------
 
-TYPES = {name: {*ARGUMENTS[name].dtypes} - {torch.bool} for name in (*PER_TOKEN, *PER_SEQUENCE)}
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TYPES = dict.fromkeys((*PER_TOKEN[:3], *PER_SEQUENCE), FLOATS)
+TYPES |= {"advantages": (*FLOATS, torch.int64, torch.uint8), "completion_mask": (torch.uint8, torch.int64, *FLOATS)}
 
 
 @pytest.mark.parametrize("policy", [torch.float64, torch.float32, torch.bfloat16])
