@@ -198,8 +198,11 @@ def fused_grpo_loss(
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
 
+    # An option that does not exist is an error before weights are gathered. Ranks of a group fail together, in `check`.
+    early = None if vocab_parallel_group is not None else read_config("fused_grpo_loss", options)
+
     def check(weight: Tensor, bias: Tensor | None) -> LossCall:
-        config = read_config("fused_grpo_loss", options)
+        config = early or read_config("fused_grpo_loss", options)
         compute_dtype, sizes = check_lm_head("fused_grpo_loss", hidden, weight, bias)
         check_ids(completion_ids, sizes, "hidden", hidden)
         dtype = compute_dtype or hidden.dtype
@@ -215,8 +218,6 @@ def fused_grpo_loss(
         wants = requires_grad_flags(hidden, weight, bias)
         return LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teacher)
 
-    if vocab_parallel_group is None:
-        read_config("fused_grpo_loss", options)  # an option that does not exist is an error before weights are gathered
     weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
     loss, logps, entropy, found, others, *divergence = loss_from_hidden(hidden, weight, bias, call)
     return GRPOLossOutput(loss, logps, entropy, call.batch, found, others, *divergence)

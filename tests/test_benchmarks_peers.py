@@ -10,8 +10,9 @@ import pytest
 import report
 import torch
 from accelerate.state import AcceleratorState
+from tiny_models import tiny_model
 
-from grpo_kernels.commands.bench import figures, peers
+from grpo_kernels.commands.bench import figures, peers, samples
 from grpo_kernels.commands.bench.baselines import Unsupported
 from grpo_kernels.commands.bench.cases import MODES, WHOLES, make_case
 from grpo_kernels.commands.bench.inputs import make_inputs, skewed_counts
@@ -155,6 +156,28 @@ def test_ids_are_samples_of_a_policy_of_the_entropy_that_a_case_asks_for(entropy
     found = -(log_p.exp() * log_p).sum(-1).mean().item()
     sampled = -log_p.gather(-1, inputs.ids.view(-1, 1)).mean().item()
     assert found == pytest.approx(entropy, rel=0.25) and sampled == pytest.approx(found, rel=0.15)
+
+
+def test_samples_of_a_chat_model_stand_beside_the_hidden_states_that_predict_them(monkeypatch, tmp_path):
+    """The log-probabilities of the ids are the model's own; a second call reads the file."""
+    lm = tiny_model("llama").eval()
+    lm.name_or_path = str(tmp_path / "chat")
+    texts = [[7, 3, 9], [4, 5], [6, 2, 8]]
+    prompts = [[5, 6], [9], [1, 2, 3]]
+    calls = []
+    monkeypatch.setattr(samples, "chat_model", lambda: (lm, None))
+    monkeypatch.setattr(samples, "stories", lambda *given: calls.append(given) or (prompts, texts))
+    hidden, weight, ids = samples.chat_samples(6, 0.7)
+    assert ids.tolist() == [7, 3, 9, 4, 5, 6] and hidden.shape == (6, weight.shape[1])
+    logps = (hidden @ weight.T).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    own = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        with torch.no_grad():
+            log_p = lm(torch.tensor([prompt + text])).logits[0].log_softmax(-1)
+        own += [log_p[len(prompt) - 1 + t, token] for t, token in enumerate(text)]
+    assert torch.allclose(logps, torch.stack(own)[:6], atol=1e-5)
+    assert all(torch.equal(x, y) for x, y in zip(samples.chat_samples(6, 0.7), (hidden, weight, ids), strict=True))
+    assert len(calls) == 1 and [path.suffix for path in tmp_path.iterdir()] == [".pt"]
 
 
 def test_the_committed_results_give_the_committed_pictures_that_say_where(tmp_path, monkeypatch):

@@ -61,13 +61,14 @@ def vllm(inputs: Inputs, mode: str) -> Step:
     from ...trainer.arguments import TrainArguments
     from ...trainer.vllm import VLLM
 
-    lm, length, folder = make_model(inputs), inputs.ids.shape[1], tempfile.mkdtemp()
-    lm.save_pretrained(folder)
+    lm, length = make_model(inputs), inputs.ids.shape[1]
     arguments = TrainArguments(
         dtype=_name(inputs.hidden.dtype), max_completion_length=length, use_vllm=True,
         vllm_kwargs={"skip_tokenizer_init": True, "enforce_eager": not inputs.hidden.is_cuda},
     )  # fmt: skip
-    engine = VLLM(folder, arguments, lm, 2 * length)
+    with tempfile.TemporaryDirectory() as folder:
+        lm.save_pretrained(folder)
+        engine = VLLM(folder, arguments, lm, 2 * length)
 
     def step(inputs: Inputs) -> Result:
         completions = engine.sample(lm, prompts_of(inputs), arguments, greedy=False, step=0, ends=[])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...trainer.files import replacing
+
 WORDS = ["sea", "war", "tea", "sun", "gold", "law", "rain", "time", "snow", "fish", "bread", "milk"]
+PROMPT = "Write a short story about {}."
 LENGTH = 128  # tokens of a completion, at most
 
 
@@ -22,7 +25,8 @@ def chat_samples(tokens: int, temperature: float) -> tuple[Tensor, Tensor, Tenso
     """
     lm, tokenizer = chat_model()
     folder = Path(lm.name_or_path)
-    file = folder.with_name(f"{folder.name}-{tokens}-samples-{temperature:g}.pt")
+    key = hashlib.sha256(repr((PROMPT, WORDS, LENGTH, tokens, temperature)).encode()).hexdigest()[:12]
+    file = folder.with_name(f"{folder.name}-samples-{key}.pt")
     if not file.exists():
         torch.manual_seed(0)
         hidden: list[Tensor] = []
@@ -31,9 +35,8 @@ def chat_samples(tokens: int, temperature: float) -> tuple[Tensor, Tensor, Tenso
             prompts, texts = stories(lm, tokenizer, temperature)
             hidden.append(states(lm, prompts, texts))
             ids += itertools.chain.from_iterable(texts)
-        draft = file.with_suffix(f".{os.getpid()}")
-        torch.save((torch.cat(hidden)[:tokens].clone(), torch.tensor(ids[:tokens])), draft)
-        draft.replace(file)
+        with replacing(file) as draft:
+            torch.save((torch.cat(hidden)[:tokens].clone(), torch.tensor(ids[:tokens])), draft)
     all_hidden, all_ids = torch.load(file, weights_only=True)
     return all_hidden, lm.get_output_embeddings().weight.detach(), all_ids
 
@@ -54,7 +57,7 @@ def stories(lm: Any, tokenizer: Any, temperature: float = 1.0) -> tuple[list[lis
     from ...trainer.arguments import TrainArguments
     from ...trainer.sampling import generate
 
-    chats = [[{"role": "user", "content": f"Write a short story about {word}."}] for word in WORDS]
+    chats = [[{"role": "user", "content": PROMPT.format(word)}] for word in WORDS]
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
     arguments = TrainArguments(max_completion_length=LENGTH, temperature=temperature)
     completions = generate(lm, prompts, arguments, ends=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
