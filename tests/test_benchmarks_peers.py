@@ -18,6 +18,7 @@ from grpo_kernels.commands.bench.cases import MODES, WHOLES, make_case
 from grpo_kernels.commands.bench.inputs import make_inputs, skewed_counts
 from grpo_kernels.commands.bench.reference import errors, off_policy, reference, why_wrong
 from grpo_kernels.commands.bench.table import IMPLEMENTATIONS, select
+from grpo_kernels.integrations import trl as trl_integration
 
 CPU = torch.device("cpu")
 PEERS = ("trl", "liger", "liger-native", "verl", "verl-torch", "cut-cross-entropy", "quack")
@@ -54,8 +55,14 @@ def test_each_is_right_or_refused_with_a_sentence(name, mode):
 
 
 @pytest.mark.parametrize("mode", WHOLES)
-def test_whole_models_take_a_step(mode):
-    """TRL's trainer computes the same loss with and without this package."""
+def test_whole_models_take_a_step(mode, monkeypatch):
+    """TRL's trainer computes the same loss with and without this package, which is called where it says so."""
+    calls = []
+    for function in ("fused_logps", "fused_grpo_loss"):
+        original = getattr(trl_integration, function)
+        monkeypatch.setattr(
+            trl_integration, function, lambda *a, original=original, **k: calls.append(1) or original(*a, **k)
+        )
     AcceleratorState._reset_state(reset_partial_state=True)
     inputs, losses, tokens = inputs_of(mode, "64x64x512", generations=8), [], []
     for name in WHOLES[mode]:
@@ -64,7 +71,9 @@ def test_whole_models_take_a_step(mode):
                 IMPLEMENTATIONS[name].step(inputs, mode)
             continue
         step = IMPLEMENTATIONS[name].step(inputs, mode)
+        calls.clear()
         loss, *_, metrics = [step(inputs) for _ in range(2)][1]
+        assert bool(calls) == (name in ("ours-patch_trl", "ours-trainer"))
         losses += [] if loss is None else [loss.item()]
         tokens += [] if metrics is None else [metrics["sampling/tokens"].item()]
     assert losses == ([] if mode != "trainer" else [pytest.approx(losses[0], abs=1e-5)] * 3)

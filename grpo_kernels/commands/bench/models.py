@@ -23,7 +23,10 @@ PAD, END = 0, 1
 
 
 def make_model(inputs: Inputs) -> Any:
-    """Returns a Llama with random weights whose head has the inputs' shape and type; `Unsupported` for other sizes."""
+    """Returns a Llama with random weights whose head has the inputs' shape and type; `Unsupported` for other sizes.
+
+    It has no id that ends a completion: an engine would stop there by itself, and have fewer tokens to sample.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocab_size, hidden_size = inputs.weight.shape
@@ -31,7 +34,7 @@ def make_model(inputs: Inputs) -> Any:
         raise Unsupported(f"knows the layers of models with hidden sizes {', '.join(map(str, LAYERS))}")
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=hidden_size, **LAYERS[hidden_size]._asdict(), tie_word_embeddings=True,
-        pad_token_id=PAD, bos_token_id=None, eos_token_id=END, max_position_embeddings=2 * inputs.ids.shape[1],
+        pad_token_id=PAD, bos_token_id=None, eos_token_id=None, max_position_embeddings=2 * inputs.ids.shape[1],
     )  # fmt: skip
     torch.manual_seed(0)
     with inputs.hidden.device:
