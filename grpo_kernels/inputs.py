@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from .argument import no_effect
 from .checks.arguments import (
     check_config,
     check_ids,
@@ -34,7 +35,6 @@ from .config import (
     check_sparse_backward,
     option_hint,
 )
-from .config.argument import no_effect
 from .head.logps_op import Inputs, LogpsCall, LogpsTokens
 from .head.loss_op import LossCall
 from .head.shared import requires_grad_flags, table_dtype

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .argument import as_python
 from .checks.arguments import Sizes, check_by_table, check_kept_ids
 from .checks.plain import check_kind, check_plain
-from .config.argument import as_python
 
 
 @dataclass(frozen=True, eq=False)

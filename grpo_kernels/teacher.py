@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeGuard, get_args
 import torch
 from torch import Tensor
 
+from .argument import no_effect
 from .checks.arguments import (
     Sizes,
     check_by_table,
@@ -23,7 +24,6 @@ from .checks.arguments import (
 )
 from .checks.table import ARGUMENTS
 from .config import GRPOConfig, check_count, check_one_of, check_option
-from .config.argument import no_effect
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 TopKMode = Literal["tail", "truncate", "renormalize"]

@@ -17,9 +17,9 @@ from test_bad_input import refuses
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.argument import ONE, PER_SEQUENCE, Argument
 from grpo_kernels.checks.table import ARGUMENTS, MASKS, NUMBER_ARGUMENTS, TOKEN_ARGUMENTS, LossOptions
 from grpo_kernels.config import OPTIONS
-from grpo_kernels.config.argument import ONE, PER_SEQUENCE, Argument
 
 Given = dict[str, Any]
 Case = tuple[str, str]  # function, argument as errors name it

@@ -13,8 +13,8 @@ import torch
 from helpers import make_batch
 
 import grpo_kernels as gk
+from grpo_kernels.argument import Argument
 from grpo_kernels.config import OPTIONS
-from grpo_kernels.config.argument import Argument
 
 TENSORS = {
     "temperature": torch.full((4, 6), 0.8),

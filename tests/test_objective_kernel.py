@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,19 @@ from helpers import token_inputs
 from torch import Tensor
 
 from grpo_kernels.config import GRPOConfig
-from grpo_kernels.kernels.objective_rules import ESTIMATORS, SURROGATES, has_kernel, memory_of_sums
+from grpo_kernels.kernels.fused_objective import (
+    COLUMNS,
+    ESTIMATORS,
+    EXTREMA,
+    SURROGATES,
+    ObjectiveInputs,
+    Sums,
+    memory_of_sums,
+)
 from grpo_kernels.kernels.operations import Rows
+from grpo_kernels.objective.fused import has_kernel, objective_inputs
 from grpo_kernels.objective.loss import GRPOLoss
-from grpo_kernels.objective.metrics import COLUMNS, Batch, Sums, column_sums
+from grpo_kernels.objective.metrics import Batch, column_sums
 from grpo_kernels.objective.surrogates import SURROGATE_RULES
 from grpo_kernels.objective.tokens import TokenInputs, plan
 
@@ -61,14 +72,18 @@ class Case:
         self.logp = torch.where(scored, -normal(ids.numel()).abs(), 0.0)
         self.entropy = torch.where(scored, normal(ids.numel()).abs(), 0.0)
 
+    @property
+    def inputs(self) -> ObjectiveInputs:
+        return objective_inputs(self.tokens, self.batch.tokens.group_index, self.batch.num_groups)
+
     def sums(self, kernels, orders=ORDERS) -> tuple[Tensor, Tensor]:
         """Of a call in each order of a GPU's threads, all with the same bits."""
-        groups, found = (self.batch.tokens.group_index, self.batch.num_groups), []
+        found = []
         for order in orders if kernels.name == "cuda" else orders[:1]:
             if kernels.name == "cuda":
                 kernels.use(order=order)
             dlogp = torch.full_like(self.logp, math.nan)
-            found.append((kernels.objective(self.tokens, self.logp, self.entropy, dlogp, None, *groups), dlogp))
+            found.append((kernels.objective(self.inputs, self.logp, self.entropy, dlogp, None), dlogp))
         for other in found[1:]:
             assert all(
                 torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(found[0], other, strict=True)
@@ -95,7 +110,7 @@ def configs() -> list[tuple[GRPOConfig, bool]]:
 def check(kernels, case: Case, orders=ORDERS) -> tuple[Tensor, Tensor]:
     (numbers, dlogp), (expected, truth) = case.sums(kernels, orders), case.expected()
     torch.testing.assert_close(dlogp.double(), truth, rtol=3e-5, atol=3e-7, equal_nan=True)
-    found = Sums.of(numbers, case.batch.num_sequences, case.batch.num_groups)
+    found = Sums.of(numbers, case.batch.num_sequences)
     for name, x, y in zip(Sums._fields, found, expected, strict=True):
         torch.testing.assert_close(
             x.double(), y, rtol=2e-5, atol=2e-5, equal_nan=True, msg=lambda m, n=name: f"{n} {COLUMNS}: {m}"
@@ -115,7 +130,7 @@ def test_gradient_and_sums(kernels, config, odd, packed):
     count = len(case.logp)
     for rows in (Rows(3, count - 2), Rows(0, 9, torch.randperm(count)[:9])):
         part = torch.full_like(dlogp, math.nan)
-        kernels.objective(case.tokens, case.logp, case.entropy, part, rows)
+        kernels.objective(case.inputs, case.logp, case.entropy, part, rows)
         assert torch.equal(rows.take(part), rows.take(dlogp))
         rows.put(part, torch.full((rows.count,), math.nan))
         assert part.isnan().all()
@@ -165,10 +180,11 @@ def test_no_tokens(kernels, lengths):
     ids = torch.ones(0).long()
     tokens = plan(TokenInputs(torch.ones(0), cu_seqlens=offsets), ids, GRPOConfig(), torch.float32)
     nothing, index = torch.empty(0), torch.zeros(len(lengths), dtype=torch.int64)
-    numbers = kernels.objective(tokens, nothing, nothing, nothing, None, index, 2)
-    assert not numbers[:-3].any() and len(numbers) == len(COLUMNS) * (len(lengths) + 3) + 3
+    inputs = objective_inputs(tokens, index, 2)
+    numbers = kernels.objective(inputs, nothing, nothing, nothing, None)
+    assert not numbers[:-3].any() and len(numbers) == Sums.length(len(lengths), 2)
     assert numbers[-3:].tolist() == [math.inf, -math.inf, -math.inf]
-    assert kernels.objective(tokens, nothing, nothing, nothing, Rows(0, 0)) is None
+    assert kernels.objective(inputs, nothing, nothing, nothing, Rows(0, 0)) is None
 
 
 def test_long_sequences(kernels):
@@ -183,7 +199,8 @@ def test_many_sequences_and_groups(kernels):
     given = dict(advantages=torch.randn(count), group_index=torch.randint(3, (count,)) * 20)
     (inputs, _), (exact, _) = (token_inputs(ids, dtype, **given) for dtype in (torch.float32, torch.float64))
     tokens, dlogp = plan(inputs, ids, config, torch.float32), torch.empty(3 * count)
-    found = Sums.of(kernels.objective(tokens, logp, logp, dlogp, None, inputs.group_index, 50), count, 50)
+    numbers = kernels.objective(objective_inputs(tokens, inputs.group_index, 50), logp, logp, dlogp, None)
+    found = Sums.of(numbers, count)
     batch = Batch(inputs, config, "torch", ids.shape, count, 50)
     loss = GRPOLoss(plan(exact, ids, config, torch.float64), logp.double(), logp.double())
     loss.of_all()
@@ -192,9 +209,17 @@ def test_many_sequences_and_groups(kernels):
 
 
 def test_memory_has_room_for_all_columns():
-    sums, exact, counter = memory_of_sums(4, 2, torch.device("cpu"))
-    assert Sums.of(sums, 4, 2).groups.shape == (2, len(COLUMNS))
-    assert exact.shape == (4, len(COLUMNS) + 3) and counter.tolist() == [0]
+    case = Case(GRPOConfig(), packed=False, bare=False)
+    sums, exact, counter = memory_of_sums(case.inputs)
+    assert Sums.of(sums, 5).groups.shape == (3, len(COLUMNS))
+    assert exact.shape == (5, len(COLUMNS) + len(EXTREMA)) and counter.tolist() == [0]
+
+
+def test_cuda_has_the_columns_in_the_same_order():
+    text = (Path(__file__).parents[1] / "csrc" / "cuda" / "objective.cuh").read_text()
+    names = re.findall(r"\bk(\w+)", re.search(r"enum Measure \{(.*?)\};", text, re.DOTALL)[1])
+    found = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names]
+    assert found == [*COLUMNS, "columns", EXTREMA[0], "columns", *EXTREMA[1:], "measures"]
 
 
 def served(dtype: torch.dtype = torch.float32, **options) -> bool:

@@ -22,7 +22,7 @@ from grpo_kernels import _cpu  # the tests need the compiled module: a skip woul
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.compiled.base import DTYPES
 from grpo_kernels.kernels.compiled.cpu import load, usable_isas
-from grpo_kernels.kernels.objective_rules import ESTIMATORS, SURROGATES
+from grpo_kernels.kernels.fused_objective import ESTIMATORS, SURROGATES
 from grpo_kernels.kernels.operations import Backend, KeptPairs, LogitTransform
 from grpo_kernels.kernels.torch import rows as torch_rows
 from grpo_kernels.kernels.triton import scale as triton_scale

@@ -50,8 +50,8 @@ struct ObjectiveArgs {
     const int64_t *offsets, *group_index;  // (sequences + 1,); (sequences,), may be null where there are no groups
     int64_t sequences, groups;
     float* sums;       // null: gradients of `rows` tokens. Else of all, and rows of sums per sequence, per group and of
-                       // all, in the order of objective.metrics.COLUMNS, then the three extrema
-    double* exact;     // workspace, a row of 18 per sequence
+                       // all, in the order of objective.cuh's Measure, then the three extrema
+    double* exact;     // workspace, (sequences, kMeasures)
     int32_t* counter;  // 0
     int32_t surrogate, kl;
     ObjectiveNumbers numbers;

@@ -102,7 +102,7 @@ GK_DEVICE Token evaluate(const ObjectiveArgs& args, int64_t at) {
 }
 
 // ---- what is measured -----------------------------------------------------------------------------------------------
-// In the order of objective.metrics.COLUMNS; then extrema, in which NaN stays.
+// Columns of kernels/fused_objective.py, in their order; then its extrema, in which NaN stays.
 // clang-format off: few to a line
 enum Measure {
     kLoss, kTokens, kKl, kEntropy, kRatio, kClipLow, kClipHigh, kCispoClip, kApproxKl, kMismatch, kMismatchCount,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..argument import FLOATS, Argument
+from ..argument import NUMBERS as NUMBERS
 from ..config import GRPOConfig
-from ..config.argument import FLOATS, Argument
-from ..config.argument import NUMBERS as NUMBERS
 from .plain import PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
 from .table import ARGUMENTS, THERE
 

@@ -8,8 +8,7 @@ from typing import Annotated, TypedDict
 import torch
 from torch import Tensor
 
-from ..config import OPTIONS, GRPOConfig
-from ..config.argument import (
+from ..argument import (
     FINITE,
     FLOATS,
     LARGEST,
@@ -22,6 +21,7 @@ from ..config.argument import (
     arguments_of,
     finite_number,
 )
+from ..config import OPTIONS, GRPOConfig
 from ..objective.tokens import TokenInputs
 from .plain import INTEGERS
 

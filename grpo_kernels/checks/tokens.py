@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config.argument import check_number
+from ..argument import check_number
 from ..objective.tokens import TokenInputs
 from . import arguments
 from .arguments import check_numbers, check_one_element, check_sizes, check_type, constant, name_first

@@ -13,27 +13,12 @@ import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
-from ..kernels.operations import TeacherTransform
-from ..logit_transform import logit_transform
-from ..names import AdvantageBaseline, AdvantageScale, Divergence
-from ..objective.aggregation import AGGREGATIONS, Aggregation, EntropyAggregation
-from ..objective.kl import KL_ESTIMATORS, PRODUCTS, KLEstimator
-from ..objective.sequences import Level
-from ..objective.surrogates import SURROGATE_RULES, Surrogate
-from .argument import (
-    ABOVE_0,
-    AT_LEAST_0,
-    FINITE,
+from ..argument import (
     FLOATS,
-    LARGEST,
-    NUMBERS,
-    ONE,
-    PER_SEQUENCE,
-    Argument,
     arguments_of,
     as_constant,
     check_count,
@@ -45,6 +30,12 @@ from .argument import (
     no_effect,
     round_to,
 )
+from ..logit_transform import logit_transform
+from ..loss_config import LossConfig
+from ..objective.aggregation import AGGREGATIONS, Aggregation, EntropyAggregation
+from ..objective.kl import KL_ESTIMATORS, PRODUCTS, KLEstimator
+from ..objective.sequences import Level
+from ..objective.surrogates import SURROGATE_RULES, Surrogate
 from .trainers import advice, left_to_the_loop
 
 __all__ = [  # of the package
@@ -67,13 +58,12 @@ __all__ = [  # of the package
     "options_of_loss_type",
     "round_to",
 ]
-DweightSum = Literal["weight", "float32"]
 # Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
 
 
 @dataclass(frozen=True)
-class GRPOConfig:
+class GRPOConfig(LossConfig):
     """What `fused_grpo_loss` computes. Frozen and hashable; options left at None take the surrogate's default.
 
     Two configurations are equal where all options are. Tensors (temperature, entropy_coef, entropy_threshold)
@@ -144,49 +134,7 @@ class GRPOConfig:
     importance_sampling_level: Level | None = None
     kl_estimator: KLEstimator = "k3"
     aggregation: Aggregation = "num_items"
-    beta: Annotated[float, AT_LEAST_0] = 0.0
-    epsilon_low: Annotated[float | None, AT_LEAST_0] = None
-    epsilon_high: Annotated[float | None, AT_LEAST_0] = None
-    delta: Annotated[float | None, ABOVE_0] = None
-    dual_clip: Annotated[float | None, Argument(above=1.0)] = None
-    dppo_kl_tau: Annotated[float | None, AT_LEAST_0] = None
-    ratio_cap: Annotated[float | None, ABOVE_0] = None
-    log_ratio_clamp: Annotated[float | None, ABOVE_0] = None
-    kl_clamp: Annotated[float | tuple[float | None, float | None] | None, ABOVE_0] = None
-    use_bias_correction_kl: bool = False
-    kl_score_term: bool = False
-    distill_coef: Annotated[float, AT_LEAST_0] = 0.0
-    divergence: Divergence | None = None
-    divergence_beta: Annotated[float | None, Argument(above=0.0, below=1.0)] = None  # at its ends: KL divergences
-    temperature: Annotated[float | torch.Tensor, Argument((*PER_SEQUENCE, ()), FLOATS, above=0.0, high=LARGEST)] = 1.0
-    logit_scale: Annotated[float, ABOVE_0] = 1.0
-    logit_softcap: Annotated[float | None, ABOVE_0] = None
-    entropy_coef: Annotated[float | torch.Tensor, Argument(ONE, NUMBERS, low=0.0, high=FINITE)] = 0.0
     entropy_aggregation: EntropyAggregation | None = None
-    entropy_kept_only: bool = False
-    entropy_threshold: Annotated[float | torch.Tensor | None, Argument(ONE, NUMBERS, allows_nan=True)] = None
-    off_policy_mask_threshold: Annotated[float | None, AT_LEAST_0] = None
-    max_completion_length: int | None = None
-    sapo_temperature_pos: Annotated[float | None, ABOVE_0] = None
-    sapo_temperature_neg: Annotated[float | None, ABOVE_0] = None
-    vespo_k_pos: float | None = None
-    vespo_k_neg: float | None = None
-    vespo_lambda_pos: Annotated[float | None, ABOVE_0] = None
-    vespo_lambda_neg: Annotated[float | None, ABOVE_0] = None
-    advantage_scale: AdvantageScale = "group"
-    advantage_baseline: AdvantageBaseline = "mean"
-    advantage_ddof: Annotated[int, Argument(low=0, high=1)] = 1
-    advantage_eps: Annotated[float, AT_LEAST_0] = 1e-4
-    score_inactive: bool = True
-    logits_dtype: torch.dtype | None = None
-    chunk_rows: int | None = None
-    dweight_sum: DweightSum = "weight"
-    static_shapes: bool = False
-    sparse_backward: Annotated[float | None, Argument(above=0.0, below=1.0)] = None
-    # Everything but the tensors, as text: what a custom operator receives, and a constant to torch.compile. It has been
-    # checked here, and is not checked again.
-    key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
-    derived: ClassVar[dict[Any, Any]]
 
     def __new__(cls, *_: Any, **options: Any) -> GRPOConfig:
         for name in options:
@@ -195,7 +143,7 @@ class GRPOConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._set("derived", {})  # what head/ derives from it, by which inputs a call has: no field, and not pickled
+        self._set("derived", {})
         clamp: Any = self.kl_clamp
         if isinstance(clamp, list):  # which has no hash
             self._set("kl_clamp", tuple(clamp))
@@ -285,20 +233,6 @@ class GRPOConfig:
         if self.sparse_backward is not None and self.static_shapes:
             raise ValueError("static_shapes=True contradicts sparse_backward, whose number of entries is read")
 
-    @property
-    def has_entropy_bonus(self) -> bool:
-        """Says whether the loss has an entropy bonus; a tensor counts as one: its value is not read."""
-        return isinstance(self.entropy_coef, torch.Tensor) or self.entropy_coef != 0.0
-
-    @property
-    def kl_clamps(self) -> tuple[float | None, float | None]:
-        """(bound on |ref_logp - logp|, bound on |KL|)."""
-        if not isinstance(self.kl_clamp, tuple):
-            return None, self.kl_clamp
-        if len(self.kl_clamp) != 2:
-            raise ValueError(f"kl_clamp={self.kl_clamp!r}; expected a number or a pair (bound on d, bound on KL)")
-        return self.kl_clamp
-
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GRPOConfig:
         """Returns what papers and trainers call `name` (see `available_presets`), with `overrides` on top."""
@@ -347,12 +281,6 @@ class GRPOConfig:
         for sentence in left_to_the_loop(vars(args), model_config):
             warnings.warn(f"GRPOConfig.from_trl: {sentence}", stacklevel=2)
         return cls(**{**found, **overrides})
-
-    def teacher_transform(self, teacher: Any) -> TeacherTransform:
-        """Returns the scalars of the divergence to this Teacher; None: to one that is known by its probabilities."""
-        scale, softcap = (1.0, 0.0) if teacher is None else (teacher.logit_scale, teacher.logit_softcap or 0.0)
-        beta = 0.5 if self.divergence_beta is None else self.divergence_beta
-        return TeacherTransform(self.divergence or "reverse_kl", beta, float(scale), float(softcap))
 
     def _to_key(self) -> str:
         # Spelled out with f-strings: torch.compile can follow those, so that a config may be made inside a graph.

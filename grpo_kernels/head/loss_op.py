@@ -9,7 +9,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 
 # ruff: noqa: UP007, UP045
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Optional, Union, cast
 
@@ -26,12 +26,13 @@ from ..checks.tokens import (
 )
 from ..config import config_from_key
 from ..kernels import get_backend
-from ..kernels.objective_rules import has_kernel
+from ..kernels.fused_objective import ObjectiveInputs
 from ..kernels.operations import LogitTransform, Statistics
 from ..names import add_op_namespace_prefix
-from ..objective.loss import GRPOLoss
+from ..objective.fused import has_kernel, objective_inputs
+from ..objective.loss import GRPOLoss, Operation
 from ..objective.metrics import Batch
-from ..objective.tokens import Rules, TokenInputs, Tokens, plan, rules_of
+from ..objective.tokens import TokenInputs, Tokens, plan, rules_of
 from ..teacher import Teacher, TopKTeacher, check_teacher_values, teacher_signature
 from .chunk_size import select_tokens
 from .gradients import PrecomputedGradients, compute_in_forward, refuse_double_backward, scaled_copy, stored_dtype
@@ -147,9 +148,8 @@ def _loss_of_head(
     if chosen is None:
         chosen = select_tokens(tokens.scored, tokens.has_gradient, sequences, every_row=every_row)
     divergence = None if teacher is None else teacher.divergence
-    groups = inputs.group_index, call.batch.num_groups
-    fused = fused_objective(call.batch, tokens.rules, stats.logp.dtype)
-    loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence, fused=fused, groups=groups)
+    fused = fused_objective(call.batch, tokens, stats.logp.dtype)
+    loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence, fused=fused)
     has_entropy = tokens.rules.has_entropy
     run(p, loss, chosen, gradients=any(call.wants), has_entropy=has_entropy, every_row=every_row)
     if every_row and tokens.scored is not None:  # rows that do not count were computed too
@@ -170,16 +170,19 @@ def _loss_of_head(
     return results if divergence is None else (*results, divergence.view(shape).clone())
 
 
-def fused_objective(batch: Batch, rules: Rules, dtype: torch.dtype) -> Optional[Callable[..., Optional[Tensor]]]:
-    """Returns the operation of the backend that has this loss in one launch, if there is one."""
+def fused_objective(batch: Batch, tokens: Tokens, dtype: torch.dtype) -> Optional[tuple[Operation, ObjectiveInputs]]:
+    """Returns the backend's operation for this loss, and what it receives; None where there is none."""
     operation = get_backend(batch.backend).objective
-    return operation if operation is not None and has_kernel(batch.config, rules, dtype) else None
+    if operation is None or not has_kernel(batch.config, tokens.rules, dtype):
+        return None
+    return operation, objective_inputs(tokens, batch.tokens.group_index, batch.num_groups)
 
 
-def _found_shape(batch: Batch, dtype: torch.dtype) -> tuple[int, ...]:
-    """Of what metrics are computed from."""
+def _measured_shape(batch: Batch, dtype: torch.dtype) -> tuple[int, ...]:
+    """Returns the shape of what metrics are computed from."""
     rules = rules_of(batch.tokens, batch.config, batch.per_sequence, batch.has_teacher)
-    return batch.found_shape if fused_objective(batch, rules, dtype) is None else batch.sums_shape
+    is_fused = get_backend(batch.backend).objective is not None and has_kernel(batch.config, rules, dtype)
+    return batch.measured_shape(is_fused=is_fused)
 
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:
@@ -292,7 +295,7 @@ def _(hidden, weight, bias, tokens, num_groups, per_sequence, config_key, backen
         f((), dtype=dtype),
         f(ids.shape, dtype=dtype),
         f(ids.shape, dtype=dtype),
-        f(_found_shape(batch, dtype), dtype=dtype),
+        f(_measured_shape(batch, dtype), dtype=dtype),
         f(sum(batch.others.values()) + knows_mass(teacher), dtype=dtype),
         f(ids.shape, dtype=dtype) if teacher else f(0),
         *(
@@ -348,8 +351,7 @@ def policy_loss(
             logp, nats = (torch.where(planned.scored, x, 0.0) for x in (logp, nats))
         count = planned.sequences.count
         batch = Batch(inputs, config, backend, logps.shape, count, num_groups, None, per_sequence)
-        fused = fused_objective(batch, planned.rules, dtype)
-        loss = GRPOLoss(planned, logp, nats, fused=fused, groups=(inputs.group_index, num_groups))
+        loss = GRPOLoss(planned, logp, nats, fused=fused_objective(batch, planned, dtype))
         gradients = loss.of_all()
         value, found = loss.finish()
     return value, found, *(g.reshape(logps.shape).clone() for g in gradients)
@@ -361,7 +363,7 @@ def _(logps, entropy, tokens, num_groups, per_sequence, config_key, backend):
     batch = _batch_of([logps, *tokens], num_groups, per_sequence, config_key, backend)
     return (
         f((), dtype=dtype),
-        f(_found_shape(batch, dtype), dtype=dtype),
+        f(_measured_shape(batch, dtype), dtype=dtype),
         f(logps.shape, dtype=dtype),
         f(logps.shape, dtype=dtype),
     )

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 
 from ..checks.arguments import products_dtype
 from ..checks.plain import check_gathered
-from ..config import GRPOConfig, as_constant
+from ..config import as_constant
 from ..kernels.operations import (
     Backend,
     KeptIds,
@@ -40,6 +40,7 @@ from ..kernels.operations import (
     TeacherTransform,
 )
 from ..kernels.torch.teacher import slopes, sums
+from ..loss_config import LossConfig
 from ..teacher import Teacher, TopKTeacher, is_whole
 from .k_ids import KIds, KIdSlopes, exact_z
 from .kept import KeptLogits
@@ -51,7 +52,7 @@ MIN_TAIL_MASS = 2.0**-24
 
 
 def _lm_head(
-    teacher: Teacher, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None, **options: Any
+    teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, **options: Any
 ) -> LMHead:
     """compute_dtype: of the policy's products; of 16 bits it is that of autocast, which is off here."""
     inputs = teacher.hidden, teacher.weight, teacher.bias
@@ -64,15 +65,22 @@ def _lm_head(
     return LMHead(inputs, backend, compute_dtype=compute_dtype, logits_dtype=logits_dtype, **options)
 
 
+def transform_of(teacher: Teacher | None, config: LossConfig) -> TeacherTransform:
+    """The scalars of the divergence to a Teacher; None: to one that is known by its probabilities."""
+    scale, softcap = (1.0, None) if teacher is None else (teacher.logit_scale, teacher.logit_softcap)
+    beta = 0.5 if config.divergence_beta is None else config.divergence_beta
+    return TeacherTransform(config.divergence or "reverse_kl", beta, float(scale), float(softcap or 0.0))
+
+
 class TeacherHead:
     """Logits of a teacher, and what its row kernels keep of each token. `weight` (N,): d loss / d divergence."""
 
     def __init__(
-        self, teacher: Teacher, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None, count: int,
+        self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, count: int,
         dtype: torch.dtype, vocab_slice: VocabSlice | None,
     ) -> None:  # fmt: skip
         self.head, self.vocab_slice = _lm_head(teacher, config, backend, compute_dtype, chunk_rows=1), vocab_slice
-        self.transform = config.teacher_transform(teacher)
+        self.transform = transform_of(teacher, config)
         self.offset = torch.zeros(count, dtype=dtype, device=teacher.hidden.device)
         self.lse = self.offset.new_zeros(count, dtype=torch.float64)
         self.weight, self.divergence = torch.zeros_like(self.offset), torch.zeros_like(self.offset)
@@ -180,7 +188,7 @@ class PolicyTopK(TopKHead):
     vocabulary writes before the first chunk, unless the mode is "renormalize"."""
 
     def __init__(
-        self, teacher: Teacher, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None, *given: Any
+        self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, *given: Any
     ) -> None:
         assert teacher.top_k is not None
         super().__init__(teacher.top_k, teacher.mode, *given)
@@ -234,7 +242,7 @@ class KeptTeacher(TeacherHead):
 
 
 def new_teacher(
-    teacher: Teacher | TopKTeacher, config: GRPOConfig, backend: Backend, compute_dtype: torch.dtype | None,
+    teacher: Teacher | TopKTeacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None,
     count: int, dtype: torch.dtype, vocab_size: int, vocab_slice: VocabSlice | None,
 ) -> TeacherHead | TopKHead:  # fmt: skip
     """What the engine keeps of a teacher, for so many tokens with values in `dtype`."""
@@ -243,8 +251,8 @@ def new_teacher(
     device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device
     rest, slices = Statistics.zeros(count, device, dtype), (vocab_size, vocab_slice)
     if isinstance(teacher, Teacher):
-        return PolicyTopK(teacher, config, backend, compute_dtype, config.teacher_transform(teacher), rest, *slices)
-    return GivenTopK(teacher, config.teacher_transform(None), rest, *slices)
+        return PolicyTopK(teacher, config, backend, compute_dtype, transform_of(teacher, config), rest, *slices)
+    return GivenTopK(teacher, transform_of(None, config), rest, *slices)
 
 
 # --- what an operator receives ----------------------------------------------------------------------------------------

@@ -269,9 +269,8 @@ class Backend:
     kept_dhidden(dlogits (C, K), weight, kept: KeptIds, dhidden (N, H)): writes the tokens' rows of dhidden.
     kept_dweight(dlogits (M,), hidden, pairs: KeptPairs, dweight (V, H), add=bool): dweight from all pairs: added, or
         written, 0 for ids without a pair.
-    objective(tokens: objective.tokens.Tokens, logp, entropy, dlogp (N,), rows: Rows | None, group_index, num_groups):
-        writes d loss / d logp of these rows' tokens; with rows=None of all tokens, and returns the sums of
-        objective.metrics.Sums in one row. Of losses that objective_rules.has_kernel names; float32.
+    objective(inputs: ObjectiveInputs, logp, entropy, dlogp (N,), rows: Rows | None): writes d loss / d logp of these
+        rows' tokens; with rows=None of all tokens, and returns Sums in one row. See fused_objective.py; float32.
     scale(x, factor): x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once.
     """
 

@@ -7,11 +7,12 @@ big batch. Nothing is all-reduced.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ..loss_config import LossConfig
 from .sequences import Sequences
 
 Aggregation = Literal["seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum"]
@@ -46,7 +47,7 @@ class Lengths:
         return self.mask.sum(dtype=self.dtype).clamp(min=1)
 
 
-def weight_of_tokens(c: Any, lengths: Lengths, normalizer: Tensor | None) -> Tensor:
+def weight_of_tokens(c: LossConfig, lengths: Lengths, normalizer: Tensor | None) -> Tensor:
     """Returns the weight of each token in the loss (N,), 0 at padding."""
     below, mask, sequences, dtype = denominator(c, lengths, normalizer), lengths.mask, lengths.sequences, lengths.dtype
     if c.aggregation == "seq_mean":  # GRPO, SAPO, GSPO
@@ -58,7 +59,7 @@ def weight_of_tokens(c: Any, lengths: Lengths, normalizer: Tensor | None) -> Ten
     return below.reciprocal().repeat(sequences.num_tokens) if mask is None else mask / below
 
 
-def denominator(c: Any, lengths: Lengths, normalizer: Tensor | None) -> Tensor | int:
+def denominator(c: LossConfig, lengths: Lengths, normalizer: Tensor | None) -> Tensor | int:
     if normalizer is not None:
         return normalizer
     if c.aggregation in ("token_mean", "num_items"):  # BNPO, PPO; DAPO, CISPO, VESPO, whose count may be a normalizer

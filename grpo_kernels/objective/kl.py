@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from ..loss_config import LossConfig
 from ..names import EXPONENT_LIMIT, PRODUCT_LIMIT
 
 KLEstimator = Literal["none", "k1", "k2", "k3", "abs", "k1+", "k3+"]
@@ -23,7 +24,7 @@ class KL(NamedTuple):
     product: Tensor | None
 
 
-def kl_estimate(c: Any, logp: Tensor, ref: Tensor) -> KL:
+def kl_estimate(c: LossConfig, logp: Tensor, ref: Tensor) -> KL:
     """Returns the estimate of config.kl_estimator under its clamps; slope: d value / d logp."""
     name, (bound_of_d, bound) = c.kl_estimator, c.kl_clamps
     raw = d = ref - logp

@@ -9,12 +9,14 @@ d loss / d logp = dloss_via_ratio * d_ratio + dloss_direct * d_direct           
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels.fused_objective import COLUMN, ObjectiveInputs, Sums
 from ..kernels.operations import Rows
+from ..loss_config import LossConfig
 from ..names import EXPONENT_LIMIT
 from .kl import kl_estimate, times_ratio
 from .sequences import off_policy_mask, raise_to_level, shares_ratio, vespo_weight
@@ -79,7 +81,7 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
     return Objective(log_ratio, value, kl, dlogp, left_out)
 
 
-def clamp_ratio(c: Any, log_ratio: Tensor) -> Ratio:
+def clamp_ratio(c: LossConfig, log_ratio: Tensor) -> Ratio:
     """Returns the ratio within the clamps of its exponent."""
     bound = c.log_ratio_clamp
     high = EXPONENT_LIMIT if bound is None else min(bound, EXPONENT_LIMIT)
@@ -112,20 +114,23 @@ def _of_sequences(tokens: Tokens, own: Tensor, logp: Tensor) -> tuple[Tensor, Te
     return log_ratio, scale, slope
 
 
+Operation = Callable[[ObjectiveInputs, Tensor, Tensor, Tensor, Rows | None], Tensor | None]
+
+
 class GRPOLoss:
     """The loss of a batch whose statistics become known chunk by chunk. logp, entropy (N,): of all tokens, 0 at first.
 
     by_sequence: gradients need all tokens of a sequence; by_batch: of the batch (a bonus over kept entropies).
     divergence (N,): to a teacher's distribution, which config.distill_coef weighs. fused: the operation `objective` of
-    a backend that has this loss; it adds up the groups (index (S,), count) too.
+    a backend that has this loss, and what it receives.
     """
 
     def __init__(
         self, tokens: Tokens, logp: Tensor, entropy: Tensor, divergence: Tensor | None = None,
-        *, fused: Callable[..., Tensor | None] | None = None, groups: tuple[Tensor | None, int] = (None, 0),
+        *, fused: tuple[Operation, ObjectiveInputs] | None = None,
     ) -> None:  # fmt: skip
         self.tokens, self.logp, self.entropy, self.divergence = tokens, logp, entropy, divergence
-        self.fused, self.groups = fused, groups
+        self.fused = fused
         self.by_sequence, self.by_batch = tokens.rules.whole_sequences, bool(tokens.config.entropy_kept_only)
         self.dentropy = tokens.dloss_dentropy
         self._dlogp: Tensor | None = None
@@ -141,7 +146,8 @@ class GRPOLoss:
         if self._dlogp is None:
             self._dlogp = torch.zeros_like(self.logp)
         if self.fused is not None:
-            self.fused(self.tokens, self.logp, self.entropy, self._dlogp, rows)
+            operation, inputs = self.fused
+            operation(inputs, self.logp, self.entropy, self._dlogp, rows)
             return self._dlogp, self.dentropy
         if self.by_sequence and sequences is not None and length is not None:
             rows = Rows(sequences.start * length, sequences.stop * length)
@@ -157,7 +163,8 @@ class GRPOLoss:
             if self._dlogp is None:
                 self._dlogp = torch.empty_like(self.logp)
             if self._sums is None:
-                self._sums = self.fused(self.tokens, self.logp, self.entropy, self._dlogp, None, *self.groups)
+                operation, inputs = self.fused
+                self._sums = operation(inputs, self.logp, self.entropy, self._dlogp, None)
             return self._dlogp, self.dentropy
         if self._whole is None:
             if self.by_batch:
@@ -176,11 +183,10 @@ class GRPOLoss:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns (the loss (), what metrics need), when all statistics are known: the record (fields, N), or from the
-        fused operation the sums in one row."""
+        fused operation Sums in one row."""
         self.of_all()
-        if self._sums is not None:  # rows of sums per sequence, per group, of all, which begin with the loss; 3 extrema
-            rows = self.tokens.sequences.count + self.groups[1] + 1
-            return self._sums[(rows - 1) * ((self._sums.numel() - 3) // rows)].clone(), self._sums
+        if self._sums is not None:
+            return Sums.of(self._sums, self.tokens.sequences.count).totals[COLUMN.loss].clone(), self._sums
         assert self._whole is not None
         tokens, (log_ratio, value, kl, dlogp, left_out) = self.tokens, self._whole
         if self.divergence is not None:

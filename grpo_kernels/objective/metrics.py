@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels.fused_objective import COLUMNS, Sums
+from ..loss_config import LossConfig
 from .loss import clamp_ratio, weighted
 from .rollout import derived_metrics, rollout_sums, sequences_of
 from .sequences import segment_sums
 from .surrogates import SURROGATE_RULES
 from .tokens import TokenInputs, rules_of
 
-# Over the scored tokens of a sequence, a group, the batch.
-COLUMNS = (
-    "loss", "tokens", "kl", "entropy", "ratio", "clip_low", "clip_high", "cispo_clip", "approx_kl", "mismatch",
-    "mismatch_count", "rollout_weight", "rollout_weight_sq", "zero_gradient", "divergence",
-)  # fmt: skip
 # Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (head/kept.py), for which
 # alone the mass is known.
 MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
@@ -32,7 +28,7 @@ class Batch:
     """Checked inputs of a loss; groups (0 where there are none); (mean, std) of the rewards per group."""
 
     tokens: TokenInputs
-    config: Any
+    config: LossConfig
     backend: str
     shape: torch.Size  # of the tokens, (B, T) or (N,)
     num_sequences: int
@@ -61,15 +57,11 @@ class Batch:
         always = ("logp", "entropy", "share", "log_ratio", "dlogp", "advantage")
         return *always, *(name for name, there in present.items() if there)
 
-    @property
-    def found_shape(self) -> tuple[int, ...]:
-        """Of what GRPOLoss.finish returns, without the fused operation."""
+    def measured_shape(self, *, is_fused: bool) -> tuple[int, ...]:
+        """Returns the shape of what GRPOLoss.finish returns for metrics; is_fused: from the fused operation."""
+        if is_fused:
+            return (Sums.length(self.num_sequences, self.num_groups),)
         return len(self.record_fields), math.prod(self.shape)  # numel() would make a number of a symbol
-
-    @property
-    def sums_shape(self) -> tuple[int, ...]:
-        """The same with the fused operation."""
-        return ((self.num_sequences + self.num_groups + 1) * len(COLUMNS) + 3,)
 
     @property
     def others(self) -> dict[str, int]:
@@ -80,21 +72,6 @@ class Batch:
             "sparse": (config.sparse_backward is not None) * len(SPARSE_SUMS),
         }
         return {name: count for name, count in present.items() if count}
-
-
-class Sums(NamedTuple):
-    """Sums of COLUMNS, and extrema (3,): ratio min, ratio max, mismatch max."""
-
-    sequences: Tensor  # (S, K)
-    groups: Tensor  # (num_groups, K)
-    totals: Tensor  # (K,)
-    extrema: Tensor
-
-    @classmethod
-    def of(cls, numbers: Tensor, num_sequences: int, num_groups: int) -> Sums:
-        """From all in one row."""
-        rows = numbers[:-3].view(-1, len(COLUMNS))
-        return cls(rows[:num_sequences], rows[num_sequences:-1], rows[-1], numbers[-3:])
 
 
 def column_sums(batch: Batch, record: Tensor) -> Sums:
@@ -182,7 +159,7 @@ class Measured:
         self.batch = batch
         config, tokens = batch.config, batch.tokens
         if found.dim() == 1:
-            self.sums = Sums.of(found, batch.num_sequences, batch.num_groups)
+            self.sums = Sums.of(found, batch.num_sequences)
         else:
             self.sums = column_sums(batch, found)
             field = dict(zip(batch.record_fields, found, strict=True))

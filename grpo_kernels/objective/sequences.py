@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from ..loss_config import LossConfig
 
 # Of the ratio: the token's, the mean over its sequence, the sum, the mean with the gradient of the token's own.
 Level = Literal["token", "sequence", "sequence_sum", "sequence_token"]
@@ -14,7 +16,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 WEIGHT_LEVELS = LEVELS[:3]  # of a ratio that is a constant: the fourth differs in the gradient alone
 
 
-def shares_ratio(level: str) -> bool:
+def shares_ratio(level: str | None) -> bool:
     """Whether all tokens of a sequence have a share in the gradient of its ratio."""
     return level in ("sequence", "sequence_sum")
 
@@ -68,7 +70,7 @@ class Sequences:
 
 
 def raise_to_level(
-    c: Any, sequences: Sequences, lengths: Tensor, scored: Tensor, own: Tensor, A: Tensor
+    c: LossConfig, sequences: Sequences, lengths: Tensor, scored: Tensor, own: Tensor, A: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns (log-ratio that the surrogate sees (N,), its derivative by the token's own logp (N,)).
 
@@ -98,7 +100,7 @@ def off_policy_mask(sequences: Sequences, lengths: Tensor, drift: Tensor, A: Ten
 
 
 def vespo_weight(
-    c: Any, sequences: Sequences, scored: Tensor, own: Tensor, rollout_weight: Tensor | None, A: Tensor
+    c: LossConfig, sequences: Sequences, scored: Tensor, own: Tensor, rollout_weight: Tensor | None, A: Tensor
 ) -> Tensor:
     """Returns (N,) phi(w) = exp(lambda + k ln w - lambda w), w the weight of the whole sequence, with the rollout's."""
     low = math.log(1e-8)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..loss_config import LossConfig
 from .sequences import LEVELS, WEIGHT_LEVELS, Level
 
 Surrogate = Literal[
@@ -39,7 +40,7 @@ class Term(NamedTuple):
     d_direct: Tensor | None = None
 
 
-def clip(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def clip(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     r, minus_A = ratio.value, -A
     bounded = r if c.delta is None else r.clamp(max=c.delta)
     first, second = bounded * minus_A, r.clamp(1 - c.epsilon_low, 1 + c.epsilon_high) * minus_A
@@ -65,30 +66,30 @@ def _weighted_logp(weight: Tensor | None, logp: Tensor, A: Tensor, drop: Tensor 
     return Term(value, None, slope)
 
 
-def cispo(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def cispo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     return _weighted_logp(ratio.value.clamp(max=c.epsilon_high), logp, A)
 
 
-def cispo_two_sided(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def cispo_two_sided(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     return _weighted_logp(ratio.value.clamp(1 - c.epsilon_low, 1 + c.epsilon_high), logp, A)
 
 
-def cispo_mask(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def cispo_mask(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     r, low, high = ratio.value, 1 - c.epsilon_low, 1 + c.epsilon_high
     return _weighted_logp(r.clamp(low, high), logp, A, (r <= low) | (r >= high))
 
 
-def cispo_unified(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def cispo_unified(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     r, low, high = ratio.value, 1 - c.epsilon_low, 1 + c.epsilon_high
     return _weighted_logp(r.clamp(low, high), logp, A, ((A > 0) & (r > high)) | ((A < 0) & (r < low)))
 
 
-def reinforce(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def reinforce(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     """Also VESPO's, whose weight is one of the whole sequence: a factor of the term."""
     return _weighted_logp(None, logp, A)
 
 
-def sapo(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def sapo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     r = ratio.value
     tau = torch.full_like(A, c.sapo_temperature_neg).masked_fill(A > 0, c.sapo_temperature_pos)
     gate = torch.sigmoid(tau * (r - 1))
@@ -96,12 +97,12 @@ def sapo(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     return Term(-(4 / tau) * gate * A, slope)
 
 
-def gmpo(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def gmpo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     value = -A * ratio.value
     return Term(value, torch.where(ratio.clamped, 0.0, value))
 
 
-def _trust_region(c: Any, ratio: Ratio, logp: Tensor, A: Tensor, drop: Tensor) -> Term:
+def _trust_region(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor, drop: Tensor) -> Term:
     x, tau = ratio.log, c.dppo_kl_tau
     quadratic, slope = tau * x * x, 2 * tau * x
     if c.ratio_cap is not None:
@@ -111,20 +112,20 @@ def _trust_region(c: Any, ratio: Ratio, logp: Tensor, A: Tensor, drop: Tensor) -
     return Term(value + quadratic, torch.where(ratio.clamped, 0.0, value) + slope)
 
 
-def dppo_tv(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def dppo_tv(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     change = logp.exp() - (logp - ratio.log).exp()
     drop = ((A > 0) & (change > c.epsilon_high)) | ((A <= 0) & (change < -c.epsilon_low))
     return _trust_region(c, ratio, logp, A, drop)
 
 
-def dppo_kl(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def dppo_kl(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     x, now, before = ratio.log, logp.exp(), (logp - ratio.log).exp()
     kl = -before * x + (1 - before) * ((1 - before + 1e-8) / (1 - now + 1e-8)).log()  # of the sampled id or not
     drop = torch.where(A > 0, (x > 0) & (kl > c.epsilon_high), (x < 0) & (kl > c.epsilon_low))
     return _trust_region(c, ratio, logp, A, drop)
 
 
-def ipo(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+def ipo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     drop = (logp.exp() - (logp - ratio.log).exp()).abs() > c.epsilon_high
     return _trust_region(c, ratio, logp, A, drop)
 
@@ -132,7 +133,7 @@ def ipo(c: Any, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
 class SurrogateRule(NamedTuple):
     """What a surrogate allows: its ratio levels (the first is the default) and the options that it reads."""
 
-    term: Callable[[Any, Ratio, Tensor, Tensor], Term]
+    term: Callable[[LossConfig, Ratio, Tensor, Tensor], Term]
     levels: tuple[Level, ...]
     options: dict[str, float]  # option name -> default
     divides_by_rollout: bool = False  # its ratio is one to the sampling engine, not to the old policy

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..loss_config import LossConfig
 from .aggregation import Lengths, denominator, weight_of_tokens
 from .sequences import Sequences, shares_ratio
 from .surrogates import SURROGATE_RULES
@@ -56,7 +58,7 @@ class Tokens:
     gradient of exactly 0. None in either: all tokens.
     """
 
-    config: Any
+    config: LossConfig
     rules: Rules
     sequences: Sequences
     lengths: Lengths
@@ -75,7 +77,7 @@ class Tokens:
     surrogate_scale: Tensor | None = None  # scales only the surrogate
     entropy_threshold: float | Tensor | None = None
 
-    def part(self, take: Any, chosen: slice | None = None) -> Tokens:
+    def part(self, take: Callable[[Tensor], Tensor], chosen: slice | None = None) -> Tokens:
         """Returns what loss.evaluate reads of some tokens, those that take(x) returns of a tensor (N,); chosen: which
         whole sequences they are."""
         part: dict[str, Any] = {n: take(x) for n in _EVALUATED if (x := getattr(self, n)) is not None}
@@ -94,7 +96,7 @@ _EVALUATED = (
 )  # fmt: skip
 
 
-def rules_of(inputs: TokenInputs, config: Any, per_sequence: bool, has_teacher: bool) -> Rules:
+def rules_of(inputs: TokenInputs, config: LossConfig, per_sequence: bool, has_teacher: bool) -> Rules:
     """Returns the rules of a call, kept with the configuration. per_sequence: advantages and rollout weights are the
     same for all tokens of a sequence."""
     key = per_sequence, has_teacher, *map(type, inputs)
@@ -105,7 +107,7 @@ def rules_of(inputs: TokenInputs, config: Any, per_sequence: bool, has_teacher: 
 
 
 def plan(
-    inputs: TokenInputs, ids: Tensor, config: Any, dtype: torch.dtype, *, per_sequence: bool = False,
+    inputs: TokenInputs, ids: Tensor, config: LossConfig, dtype: torch.dtype, *, per_sequence: bool = False,
     has_teacher: bool = False,
 ) -> Tokens:  # fmt: skip
     """Plans a batch of ids (B, T) or packed (N,), with inputs of that shape in `dtype`."""
@@ -184,7 +186,9 @@ def plan(
     )  # fmt: skip
 
 
-def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Lengths, weight: Tensor, mask: Tensor | None) -> Tensor:
+def _entropy_weight(
+    inputs: TokenInputs, config: LossConfig, lengths: Lengths, weight: Tensor, mask: Tensor | None
+) -> Tensor:
     """(N,) d loss / d entropy of the bonus: -entropy_coef times the mean entropy of this call's tokens, scaled by this
     call's share of the normalizer (with B sequences of B_total: B / B_total; without one: 1)."""
     number = 1.0 if inputs.entropy_coef is not None else config.entropy_coef
@@ -203,19 +207,21 @@ def _entropy_weight(inputs: TokenInputs, config: Any, lengths: Lengths, weight: 
     return each if inputs.entropy_coef is None else each * inputs.entropy_coef.to(weight.dtype)
 
 
-def _derive(inputs: TokenInputs, config: Any, per_sequence: bool, has_teacher: bool) -> Rules:
+def _derive(inputs: TokenInputs, config: LossConfig, per_sequence: bool, has_teacher: bool) -> Rules:
     rule = SURROGATE_RULES[config.surrogate]
     has_rollout = inputs.rollout_logps is not None
     has_old = inputs.old_logps is not None or (rule.divides_by_rollout and has_rollout)
     has_kl = inputs.ref_logps is not None and config.kl_estimator != "none"
-    has_entropy = inputs.entropy_coef is not None or config.entropy_coef != 0.0
+    has_entropy = inputs.entropy_coef is not None or config.has_entropy_bonus
     whole = _needs_whole_sequences(inputs, config, has_old, has_kl, per_sequence)
     has_threshold = inputs.entropy_threshold is not None or config.entropy_threshold is not None
     all_have_gradient = has_entropy or has_teacher or (config.beta != 0.0 and has_kl)
     return Rules(has_old, has_kl, has_entropy, has_threshold, whole, all_have_gradient)
 
 
-def _needs_whole_sequences(inputs: TokenInputs, config: Any, has_old: bool, has_kl: bool, per_sequence: bool) -> bool:
+def _needs_whole_sequences(
+    inputs: TokenInputs, config: LossConfig, has_old: bool, has_kl: bool, per_sequence: bool
+) -> bool:
     level = config.importance_sampling_level
     if config.off_policy_mask_threshold is not None and (has_old or inputs.rollout_logps is not None):
         return True

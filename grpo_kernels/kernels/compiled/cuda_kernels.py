@@ -6,12 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..objective_rules import ESTIMATORS, SURROGATES, memory_of_sums, numbers_of
+from ..fused_objective import ESTIMATORS, SURROGATES, ObjectiveInputs, memory_of_sums
 from ..operations import (
     Backend,
     HeadChunk,
@@ -65,22 +64,17 @@ class CudaKernels:
         return unit
 
     def objective(
-        self, tokens: Any, logp: Tensor, entropy: Tensor, dlogp: Tensor, rows: Rows | None,
-        group_index: Tensor | None = None, num_groups: int = 0,
-    ) -> Tensor | None:  # fmt: skip
-        c, t, offsets, device = tokens.config, tokens, tokens.sequences.offsets, logp.device
-        sequences, groups = offsets.numel() - 1, 0 if group_index is None else num_groups
-        chunk, sums, exact, counter = rows or Rows(0, 0), None, None, None
-        if rows is None:
-            sums, exact, counter = memory_of_sums(sequences, groups, device)
-        kl = "none" if tokens.ref is None else c.kl_estimator
+        self, inputs: ObjectiveInputs, logp: Tensor, entropy: Tensor, dlogp: Tensor, rows: Rows | None
+    ) -> Tensor | None:
+        t, chunk = inputs, rows or Rows(0, 0)
+        written = memory_of_sums(inputs) if rows is None else (None, None, None)
         self.call(
-            self.module.objective, device, logp, entropy, dlogp, t.advantage, t.dloss_direct, t.dloss_via_ratio, t.old,
-            t.ref, t.surrogate_scale, t.rollout, t.rollout_weight, t.scored, chunk.start, chunk.index, chunk.count,
-            offsets, group_index, sequences, groups, sums, exact, counter, SURROGATES.index(c.surrogate),
-            ESTIMATORS.index(kl), *numbers_of(c),
+            self.module.objective, logp.device, logp, entropy, dlogp, t.advantage, t.dloss_direct, t.dloss_via_ratio,
+            t.old, t.ref, t.surrogate_scale, t.rollout, t.rollout_weight, t.scored, chunk.start, chunk.index,
+            chunk.count, t.offsets, t.group_index, t.num_sequences, t.num_groups, *written,
+            SURROGATES.index(t.surrogate), ESTIMATORS.index(t.kl), *t.numbers,
         )  # fmt: skip
-        return sums
+        return written[0]
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         self.call(self.module.scale, x.device, x, DTYPES[x.dtype], x.numel(), factor)

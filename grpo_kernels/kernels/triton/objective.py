@@ -4,7 +4,7 @@
     d loss / d logp = dloss_via_ratio * d value / d x + dloss_direct * d value / d logp
 
 token_kernel: d loss / d logp of a chunk's tokens, by their places. sequence_kernel: of all tokens, and the sums of
-metrics.COLUMNS per sequence, of which a program owns a few and walks them in blocks; the program that ends last adds
+COLUMNS per sequence, of which a program owns a few and walks them in blocks; the program that ends last adds
 them up for each group and for the batch. Sums are float64 and their order is fixed: two calls have the same bits.
 
 Which surrogate and estimator, and which inputs are there, is compiled in; numbers of the configuration are not. A
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...names import EXPONENT_LIMIT
-from .. import objective_rules
+from ..fused_objective import CLIPPING, COLUMN, COLUMNS, EXTREMA, Columns, ObjectiveInputs, memory_of_sums
 from ..launch import token_launch
 from ..operations import Rows
 from .maths import expm1
@@ -29,10 +29,9 @@ from .rows import place, tokens_of
 
 MAX_EXPONENT: tl.constexpr = tl.constexpr(EXPONENT_LIMIT)
 
-# Sums over the scored tokens of a sequence, in the order of objective.metrics.COLUMNS.
-COLUMN_COUNT: tl.constexpr = tl.constexpr(objective_rules.COLUMNS)
+COLUMN_COUNT: tl.constexpr = tl.constexpr(len(COLUMNS))
 COLUMN_WIDTH: tl.constexpr = tl.constexpr(16)
-MEASURES: tl.constexpr = tl.constexpr(objective_rules.COLUMNS + objective_rules.EXTREMA)  # the extrema are the last
+MEASURES: tl.constexpr = tl.constexpr(len(COLUMNS) + len(EXTREMA))  # the extrema are the last
 LANES: tl.constexpr = tl.constexpr(16)  # sequences that are added up at once,
 ROWS: tl.constexpr = tl.constexpr(8)  # in so many rows of sums
 
@@ -43,6 +42,7 @@ class Variant(NamedTuple):
     surrogate: str
     kl: str
     clips: bool  # there are metrics of a clip range
+    column: Columns = COLUMN
 
 
 class Token(NamedTuple):
@@ -265,18 +265,19 @@ def sequence_kernel(
         on = inside
         if scored is not None:
             on = inside & (tl.load(scored + at, mask=inside, other=0) != 0)
-        sums = add_column(sums, 0, tl.where(on, token.share, 0.0))
-        sums = add_column(sums, 1, on)
-        sums = add_column(sums, 2, tl.where(on, token.kl, 0.0))
-        sums = add_column(sums, 3, tl.where(on, tl.load(entropy + at, mask=on, other=0.0), 0.0))
-        sums = add_column(sums, 4, tl.where(on, token.ratio, 0.0))
+        COLUMN: tl.constexpr = VARIANT.column
+        sums = add_column(sums, COLUMN.loss, tl.where(on, token.share, 0.0))
+        sums = add_column(sums, COLUMN.tokens, on)
+        sums = add_column(sums, COLUMN.kl, tl.where(on, token.kl, 0.0))
+        sums = add_column(sums, COLUMN.entropy, tl.where(on, tl.load(entropy + at, mask=on, other=0.0), 0.0))
+        sums = add_column(sums, COLUMN.ratio, tl.where(on, token.ratio, 0.0))
         bounded = tl.where(token.ratio > p.delta, p.delta, token.ratio)
         if VARIANT.clips:
-            sums = add_column(sums, 5, on & (bounded < 1.0 - p.epsilon_low) & (token.A < 0.0))
-            sums = add_column(sums, 6, on & (bounded > 1.0 + p.epsilon_high) & (token.A > 0.0))
+            sums = add_column(sums, COLUMN.clip_low, on & (bounded < 1.0 - p.epsilon_low) & (token.A < 0.0))
+            sums = add_column(sums, COLUMN.clip_high, on & (bounded > 1.0 + p.epsilon_high) & (token.A > 0.0))
         if VARIANT.surrogate == "cispo":
-            sums = add_column(sums, 7, on & (bounded > p.epsilon_high) & (token.A > 0.0))
-        sums = add_column(sums, 8, tl.where(on, -token.x, 0.0))
+            sums = add_column(sums, COLUMN.cispo_clip, on & (bounded > p.epsilon_high) & (token.A > 0.0))
+        sums = add_column(sums, COLUMN.approx_kl, tl.where(on, -token.x, 0.0))
         if rollout is not None:
             sampled = tl.load(rollout + at, mask=on, other=float("nan"))
             has_rollout = on & (sampled == sampled)
@@ -284,15 +285,15 @@ def sequence_kernel(
             if old is not None:
                 policy = tl.load(old + at, mask=on, other=0.0)
             mismatch = tl.abs(policy - sampled)
-            sums = add_column(sums, 9, tl.where(has_rollout, mismatch, 0.0))
-            sums = add_column(sums, 10, has_rollout)
+            sums = add_column(sums, COLUMN.mismatch, tl.where(has_rollout, mismatch, 0.0))
+            sums = add_column(sums, COLUMN.mismatch_count, has_rollout)
             drift = larger(drift, tl.reduce(tl.where(has_rollout, mismatch, -float("inf")), 1, larger))
         weight = on.to(tl.float32)
         if rollout_weight is not None:
             weight = tl.load(rollout_weight + at, mask=on, other=0.0)
-        sums = add_column(sums, 11, weight)
-        sums = add_column(sums, 12, weight.to(tl.float64) * weight)
-        sums = add_column(sums, 13, on & (token.dlogp == 0.0))
+        sums = add_column(sums, COLUMN.rollout_weight, weight)
+        sums = add_column(sums, COLUMN.rollout_weight_sq, weight.to(tl.float64) * weight)
+        sums = add_column(sums, COLUMN.zero_gradient, on & (token.dlogp == 0.0))
         least, most = tl.where(on, token.ratio, float("inf")), tl.where(on, token.ratio, -float("inf"))
         low, high = smaller(low, tl.reduce(least, 1, smaller)), larger(high, tl.reduce(most, 1, larger))
     column = tl.arange(0, COLUMN_WIDTH)
@@ -313,21 +314,13 @@ def sequence_kernel(
 
 
 def objective(
-    tokens: Any,  # objective.tokens.Tokens
-    logp: Tensor,
-    entropy: Tensor,
-    dlogp: Tensor,
-    rows: Rows | None,
-    group_index: Tensor | None = None,
-    num_groups: int = 0,
+    inputs: ObjectiveInputs, logp: Tensor, entropy: Tensor, dlogp: Tensor, rows: Rows | None
 ) -> Tensor | None:
-    """Writes d loss / d logp (N,) of these tokens. Without rows of all tokens; then it returns the sums of
-    objective.metrics.Sums in one row."""
-    launch, c = token_launch(logp.device), tokens.config
-    kl, clips = "none" if tokens.ref is None else c.kl_estimator, c.surrogate in objective_rules.CLIPPING
+    """Writes d loss / d logp (N,) of these tokens. Without rows of all tokens; then it returns Sums in one row."""
+    launch, count = token_launch(logp.device), inputs.num_sequences
     given = (
-        logp, dlogp, tokens.advantage, tokens.dloss_direct, tokens.dloss_via_ratio, tokens.old, tokens.ref,
-        tokens.surrogate_scale, objective_rules.numbers_of(c), Variant(c.surrogate, kl, clips),
+        logp, dlogp, inputs.advantage, inputs.dloss_direct, inputs.dloss_via_ratio, inputs.old, inputs.ref,
+        inputs.surrogate_scale, inputs.numbers, Variant(inputs.surrogate, inputs.kl, inputs.surrogate in CLIPPING),
     )  # fmt: skip
     if rows is not None:
         block = launch.sequences * launch.block
@@ -336,12 +329,11 @@ def objective(
                 place(rows), rows.count, *given, BLOCK=block, num_warps=launch.num_warps
             )  # fmt: skip
         return None
-    offsets, device = tokens.sequences.offsets, logp.device
-    sequences, groups = offsets.numel() - 1, 0 if group_index is None else num_groups
-    numbers, exact, counter = objective_rules.memory_of_sums(sequences, groups, device)
-    scored = None if tokens.scored is None else tokens.scored.view(torch.uint8)
-    sequence_kernel[(max(1, triton.cdiv(sequences, launch.sequences)),)](
-        offsets, sequences, scored, entropy, tokens.rollout, tokens.rollout_weight, group_index, groups, numbers, exact,
-        counter, *given, SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
+    numbers, exact, counter = memory_of_sums(inputs)
+    scored = None if inputs.scored is None else inputs.scored.view(torch.uint8)
+    sequence_kernel[(max(1, triton.cdiv(count, launch.sequences)),)](
+        inputs.offsets, count, scored, entropy, inputs.rollout, inputs.rollout_weight, inputs.group_index,
+        inputs.num_groups, numbers, exact, counter, *given, SEQUENCES=launch.sequences, BLOCK=launch.block,
+        num_warps=launch.num_warps,
     )  # fmt: skip
     return numbers
