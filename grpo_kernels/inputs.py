@@ -274,14 +274,14 @@ def check_logps_inputs(
 ) -> LogpsCall:
     """Checks the arguments of a public function of log-probabilities, and returns what it computes.
 
-    transform: temperature, logit scale and softcap. several_ids: ids may be (..., K). top_k: how many to find, where
-    ids are None."""
+    transform: temperature, logit scale and softcap. several_ids: ids may be (..., K). top_k: how many to find. With it
+    or a teacher ids may be None."""
     temperature, logit_scale, softcap = [check_option(n, x) for n, x in zip(_TRANSFORM, transform, strict=True)]
     theta = check_sparse_backward(sparse_backward)
     entropy = check_flag("entropy", entropy)
     compute_dtype, sizes = check_lm_head(function_name, hidden, weight, bias)
-    if top_k is not None:
-        ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    if ids is None and (top_k is not None or teacher is not None):
+        ids = torch.full(hidden.shape[:-1], -1, dtype=torch.int64, device=hidden.device)
     check_ids(ids, sizes, "hidden", hidden, several=several_ids)
     dtype, one = compute_dtype or hidden.dtype, ids
     check_logits_dtype(logits_dtype, dtype)

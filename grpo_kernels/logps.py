@@ -12,7 +12,7 @@ from torch import Tensor
 from .checks.plain import full_weight
 from .config import check_count, check_number
 from .head.logps_op import Inputs, LogpsCall, logps_from_hidden
-from .head.shared import takes_operator
+from .head.shared import refuse_when_traced
 from .head.truncation import Truncation, recompute_support
 from .inputs import agreed, check_logps_inputs
 from .sampling_mask import SamplingMask
@@ -179,5 +179,5 @@ def support_under(
             f"top_k={rule.top_k}, top_p={rule.top_p} and min_p={rule.min_p} keep all {len(weight)} ids; expected one "
             "that truncates: without truncation leave sampling_mask out"
         )
-    takes_operator(hidden, sampling_support=rule)  # none, when traced or compiled: raises
+    refuse_when_traced(hidden, "sampling_support", rule)
     return recompute_support((hidden, weight, bias), call, rule)

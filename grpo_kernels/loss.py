@@ -143,7 +143,7 @@ def fused_grpo_loss(
         vocab_parallel_group: weight and bias are this rank's slice of the vocabulary, contiguous rows in the order of
             the group's ranks, of any sizes; all else is the same on every rank of it, and the ids of completion_ids and
             sampling_mask are ids of the whole vocabulary. Loss, metrics and hidden's gradient are then the same on
-            all of them, the weight's gradient the slice's own. For each chunk of rows 16 bytes per token and rank
+            all of them, the weight's gradient the slice's own. For each chunk of rows 24 bytes per token and rank
             are gathered, with a sampling mask up to 8 more, with a teacher on K ids up to 40 K; hidden's gradient is
             all-reduced once. Not under torch.compile or a CUDA graph.
         num_items_in_batch: denominator of aggregation "num_items", at least 1, or 0 where no rank has a token; None:

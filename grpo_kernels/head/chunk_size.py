@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.operations import Rows, chunk_row_stride
 from ..objective.sequences import Sequences
-from .products import cpu_multiplies
+from .products import cpu_multiplies, returns_float32
 
 _ALIGNMENT = 64  # bytes
 # Bytes of the logits of a chunk, or of what stands in their place, at most; and of a chunk of whole sequences.
@@ -142,6 +142,36 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
     if device.type == "cpu" and cpu_multiplies(dtype):
         return dtype
     return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+class ChunkTypes(NamedTuple):
+    """Types of a chunk of 16-bit products; of others both are the type of the products:
+
+                            logits             gradients  over the logits
+    a GPU                   float32 or 16 bit  16 bit     yes
+    a CPU that has them     16 bit or float32  16 bit     where both are 16 bit
+    a CPU that has not      float32            float32    yes
+    """
+
+    logits: torch.dtype
+    gradients: torch.dtype
+    in_place: bool  # gradients lie over the logits
+    converts: bool  # the weight is converted in pieces: a CPU has no product of 16 bits that returns float32
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, device: torch.device, logits_dtype: torch.dtype | None, *, may_have_exponentials: bool
+    ) -> ChunkTypes:
+        """may_have_exponentials: chunks may be exponentials, which are bfloat16, on the CPU of Triton's interpreter
+        too."""
+        logits = logits_dtype or default_logits_dtype(dtype, device)
+        converts = logits != dtype and not returns_float32(device, dtype)
+        has_exponentials = may_have_exponentials and dtype == torch.bfloat16 and logits == torch.float32
+        narrow = device.type != "cpu" or not converts or cpu_multiplies(dtype) or has_exponentials
+        gradients = dtype if narrow else torch.float32
+        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
+        # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
+        return cls(logits, gradients, gradients == logits or device.type != "cpu", converts)
 
 
 class Scratch:

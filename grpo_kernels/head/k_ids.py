@@ -72,43 +72,61 @@ class KIds:
         """log_p (C, K)."""
         raise NotImplementedError
 
-    def entries(
+    def patch(
         self, chunk: LogitChunk, sampled: Tensor, coefficients: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[LogitChunk, Tensor, Tensor, Entries]:
         """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
-        entries). sampled (N,): ids of the whole vocabulary. coefficients (N,): these two and `weight`. To be called
-        before the gradient takes the place of the logits."""
-        rows, stats, sampled = chunk.rows, chunk.stats, chunk.rows.take(sampled)[:, None]
-        dlogp, dentropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
-        ids = torch.cat([rows.take(self.ids), sampled], 1)
-        log_p, chain = self._log_p(chunk, ids)
-        found = self._slopes(chunk, log_p[:, :-1])
-        p = log_p.exp()
-        log_rest = torch.zeros_like(log_p[:, :1])  # 0 where it is not needed, or there is no other id
+        entries of the K ids and the sampled one). sampled (N,): ids of the whole vocabulary. coefficients (N,): these
+        two and `weight`. To be called before the gradient takes the place of the logits."""
+        rows, kept = chunk.rows, chunk.rows.take(self.ids)
+        own_sampled = rows.take(sampled)[:, None]
+        ids = torch.cat(
+            [kept, torch.where(own_sampled < 0, kept[:, :1], own_sampled)], 1
+        )  # without one the first again
+        log_p, dz_du = self._log_p(chunk, ids)
+        slopes = self._slopes(chunk, log_p[:, :-1])
+        log_rest = torch.zeros_like(log_p[:, 0])  # 0 where it is not needed, or there is no other id
         if self.rest is not None:
-            log_rest = (rows.take(self.rest.lse) - rows.take(stats.lse))[:, None]
+            log_rest = rows.take(self.rest.lse) - rows.take(chunk.stats.lse)
             log_rest = torch.where(log_rest > -torch.inf, log_rest, 0.0)
-        outside, of_rest = found.outside[:, None], found.of_rest[:, None]
-        is_inside = (ids[:, :-1] == sampled) & rows.take(self.used)
-        inside = found.inside.gather(1, is_inside.int().argmax(1, keepdim=True))  # of the sampled id, if it is there
-        share = (log_p[:, -1:] - log_rest).exp()
-        of_sampled = torch.where(is_inside.any(1, keepdim=True), inside, p[:, -1:] * outside + share * of_rest)
-        slope = torch.where(weight != 0, weight * torch.cat([found.inside, of_sampled], 1), 0.0)
-        entropy = torch.where(dentropy != 0, rows.take(stats.entropy).double()[:, None], 0.0)
-        weighted_logp = torch.where(p == 0, 0.0, p * (log_p + entropy))
-        gradient = slope - dlogp * p - dentropy * weighted_logp + dlogp * (ids == sampled)
-        # The row kernel computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)); here lse is that of the rest, so
-        # the coefficients are times its mass, and H moves along.
-        mass = log_rest.exp()
-        g_others = mass * dlogp - torch.where(weight != 0, weight * (mass * outside + of_rest), 0.0)
-        lse, moved = rows.take(stats.lse)[:, None] + log_rest, rows.take(stats.entropy).double()[:, None] + log_rest
-        others = Statistics(*(x.clone() for x in stats))
-        at_logp, at_entropy = (x.clone() for x in coefficients[:2])
-        changed = (others.lse, lse), (others.entropy, moved), (at_logp, g_others), (at_entropy, mass * dentropy)
-        for kept, x in changed:
-            rows.put(kept, x.squeeze(1))
+        own = tuple(rows.take(x).double() for x in coefficients)
+        gradient = self._gradient(chunk, ids, log_p, slopes, log_rest, *own)
+        changed = self._of_others(chunk, slopes, log_rest, *own)
+        stats = Statistics(*(x.clone() for x in chunk.stats))
+        dlogp, dentropy = (x.clone() for x in coefficients[:2])
+        for whole, x in zip((stats.lse, stats.entropy, dlogp, dentropy), changed, strict=True):
+            rows.put(whole, x)
         place, here = self._places(ids)
-        return chunk._replace(stats=others), at_logp, at_entropy, Entries(place, here, gradient * chain)
+        return chunk._replace(stats=stats), dlogp, dentropy, Entries(place, here, gradient * dz_du)
+
+    def _gradient(
+        self, chunk: LogitChunk, ids: Tensor, log_p: Tensor, slopes: KIdSlopes, log_rest: Tensor, dlogp: Tensor,
+        dentropy: Tensor, weight: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """d loss / d z (C, K + 1) of the K ids and the sampled one, which come last in `ids`:
+        weight slope + dlogp ([id is sampled] - p) - dentropy p (log p + H); the others are (C,)."""
+        rows, sampled, p = chunk.rows, ids[:, -1:], log_p.exp()
+        is_inside = (ids[:, :-1] == sampled) & rows.take(self.used)
+        inside = slopes.inside.gather(1, is_inside.int().argmax(1, keepdim=True))  # of the sampled id, if it is there
+        share_of_rest = (log_p[:, -1:] - log_rest[:, None]).exp()
+        outside = p[:, -1:] * slopes.outside[:, None] + share_of_rest * slopes.of_rest[:, None]
+        of_sampled = torch.where(is_inside.any(1, keepdim=True), inside, outside)
+        dlogp, dentropy, weight = dlogp[:, None], dentropy[:, None], weight[:, None]
+        slope = torch.where(weight != 0, weight * torch.cat([slopes.inside, of_sampled], 1), 0.0)
+        entropy = torch.where(dentropy != 0, rows.take(chunk.stats.entropy).double()[:, None], 0.0)
+        weighted_logp = torch.where(p == 0, 0.0, p * (log_p + entropy))
+        return slope - dlogp * p - dentropy * weighted_logp + dlogp * (ids == sampled)
+
+    def _of_others(
+        self, chunk: LogitChunk, slopes: KIdSlopes, log_rest: Tensor, dlogp: Tensor, dentropy: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(log-sum-exp, entropy, d loss / d logp, d loss / d entropy) (C,) with which a row kernel has the gradient of
+        the other ids. It computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)); with the log-sum-exp of the rest
+        its coefficients are times the mass of the rest, and H moves along."""
+        rows, mass = chunk.rows, log_rest.exp()
+        of_sum = torch.where(weight != 0, weight * (mass * slopes.outside + slopes.of_rest), 0.0)
+        lse, entropy = (rows.take(x).double() + log_rest for x in (chunk.stats.lse, chunk.stats.entropy))
+        return lse, entropy, mass * dlogp - of_sum, mass * dentropy
 
     # --- logits of K ids ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ it is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -71,30 +71,16 @@ def places_of(firsts: Tensor, counts: Tensor, total: int | None = None) -> tuple
 # --- which way ----------------------------------------------------------------------------------------------------
 
 
-class _Kinds(NamedTuple):
-    """Kinds of tokens by their number of kept ids: none, those of each matrix by its width, more than gathers take.
-
-    A token's code is its kind, plus the number of kinds where it is scored, plus that again where it is active.
-    """
-
-    widths: tuple[int, ...]
-    bounds: Tensor  # (kinds - 1,) numbers of kept ids where the next kind begins
-    keys: Tensor  # (codes,) 0 for active and 1 for other tokens of dense products, 2 on for those of each matrix; the
-    # last for tokens that are not scored
-    codes: Tensor  # (codes,)
-
-
 @cache
-def _kinds(most: int, device: torch.device, dtype: torch.dtype) -> _Kinds:
-    """most: ids of a token that gathers take; dtype: of numbers of ids."""
+def _widths(most: int, device: torch.device, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    """(widths of the matrices of tokens with at most `most` ids, numbers of ids in `dtype` where the next kind of token
+    begins, numbers of the groups of `split`)."""
     least, factor = WIDTHS.get(device.type, WIDTHS["cuda"])
     widths = [least] if most else []
     while widths and widths[-1] <= most:
         widths.append(widths[-1] * factor)
-    kinds, matrices = len(widths) + 2, [*range(2, 2 + len(widths))]
-    keys = [len(widths) + 2] * kinds + [1, *matrices, 1] + [0, *matrices, 0]
     bounds = torch.tensor([1, *widths[:-1], most + 1] if most else [1], dtype=dtype, device=device)
-    return _Kinds(tuple(widths), bounds, torch.tensor(keys, device=device), torch.arange(3 * kinds, device=device))
+    return tuple(widths), bounds, torch.arange(2 + len(widths), device=device)
 
 
 class Split(NamedTuple):
@@ -109,32 +95,32 @@ def split(
     mask: TokenMask, scored: Tensor, active: Tensor, vocab_size: int, *,
     gathers: Tensor | None = None, offsets: Tensor | None = None,
 ) -> Split:  # fmt: skip
-    """By one read. scored, active (N,) bool; gathers (N,) bool: no other token may; offsets (S + 1,) of sequences whose
-    `lengths` are wanted."""
+    """By one read. scored, active (N,) bool, active ones are scored; gathers (N,) bool: no other token may; offsets
+    (S + 1,) of sequences whose `lengths` are wanted."""
     device = mask.ids.device
-    widths, bounds, keys, codes = _kinds(most_kept(vocab_size, device), device, mask.counts.dtype)
+    widths, bounds, groups = _widths(most_kept(vocab_size, device), device, mask.counts.dtype)
+    # Of each token by its number of ids: 0 without any, 1 to k of the k matrices, k + 1 with more than gathers take.
     kind, dense = torch.bucketize(mask.counts, bounds, right=True), len(widths) + 1
     if gathers is not None:
         kind = torch.where(gathers | (kind == 0), kind, dense)
-    code = kind.add(scored, alpha=dense + 1).add_(active, alpha=dense + 1)
-    key = keys[code]
-    order = key.sort(stable=True).indices
-    sizes = (code == codes[:, None]).sum(1)
+    is_dense = scored & (kind == dense)
+    # In this order: dense products with a gradient, those without, each matrix, tokens that are not scored.
+    group = torch.where((kind == 0) | (kind == dense), (~active).long(), kind + 1)
+    group = torch.where(scored, group, dense + 1)
+    order = group.argsort(stable=True)
+    sizes = torch.cat([(group == groups[:, None]).sum(1), is_dense.sum()[None]])
     if offsets is not None:
-        before = torch.nn.functional.pad((key == 0).cumsum(0), (1, 0))
+        before = torch.nn.functional.pad((group == 0).cumsum(0), (1, 0))
         sizes = torch.cat([sizes, before[offsets]])
     read = sizes.tolist()
-    others, of_active = (read[i * (dense + 1) : (i + 1) * (dense + 1)] for i in (1, 2))
-    counts = of_active[0] + of_active[dense], others[0] + others[dense]
-    first, matrices = sum(counts), []
-    for width, size in zip(widths, map(sum, zip(others[1:dense], of_active[1:dense], strict=True)), strict=True):
+    (active_size, other_size, *matrix_sizes), num_dense, ends = read[: dense + 1], read[dense + 1], read[dense + 2 :]
+    first, matrices = active_size + other_size, []
+    for width, size in zip(widths, matrix_sizes, strict=True):
         if size:
             matrices.append((Rows(0, size, order[first : first + size]), width))
         first += size
-    ends = read[len(codes) :]
     lengths = None if offsets is None else [stop - start for start, stop in pairwise(ends)]
-    is_dense = scored & (kind == dense) if others[dense] or of_active[dense] else None
-    return Split(Selection.of(order, *counts, lengths), matrices, is_dense)
+    return Split(Selection.of(order, active_size, other_size, lengths), matrices, is_dense if num_dense else None)
 
 
 # --- gathers ------------------------------------------------------------------------------------------------------
@@ -146,6 +132,16 @@ def empty_matrices(matrices: Sequence[tuple[Rows, int]], dtype: torch.dtype, dev
     sizes = [rows * width for rows, width in shapes]
     block = torch.empty(sum(sizes), dtype=dtype, device=device)
     return [block, *(part.view(shape) for part, shape in zip(block.split(sizes), shapes, strict=True))]
+
+
+class KeptMatrix(Rows):
+    """The tokens of a matrix, with its ids and logits, and the logits of a teacher that has the same ids."""
+
+    teacher_logits: Tensor | None = None
+
+    def __init__(self, rows: Rows, ids: Tensor, logits: Tensor) -> None:
+        super().__init__(rows.start, rows.stop, rows.index)
+        self.kept, self.logits = KeptIds(rows, ids), logits
 
 
 class KeptLogits(HeldLogits):
@@ -167,42 +163,40 @@ class KeptLogits(HeldLogits):
         self.numbers, *logit_parts = empty_matrices(matrices, dtype, device)
         self.pairs = KeptPairs(ids, token_of)
         added_parts = self.added.split([rows.count for rows, _ in matrices])
-        self._matrices: dict[int, tuple[KeptIds, Tensor]] = {}  # by their rows
+        self.matrices: list[KeptMatrix] = []
         parts = zip(id_parts, token_parts, added_parts, logit_parts, strict=True)
         for (rows, _), (own_ids, tokens, added, logits) in zip(matrices, parts, strict=True):
-            kept = KeptIds(rows, own_ids)
-            self.backend.kept_ids(mask, sampled, own, head.vocab_size, KeptRows(kept, tokens, self._columns, added))
-            self.backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept, logits)
-            self._matrices[id(rows)] = kept, logits
+            matrix = KeptMatrix(rows, own_ids, logits)
+            written = KeptRows(matrix.kept, tokens, self._columns, added)
+            self.backend.kept_ids(mask, sampled, own, head.vocab_size, written)
+            self.backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, matrix.kept, logits)
+            self.matrices.append(matrix)
 
     @property
     def index(self) -> Tensor:
         """(C,) int64: the tokens."""
-        return torch.cat([kept.rows.index for kept, _ in self._matrices.values() if kept.rows.index is not None])
+        return torch.cat([matrix.index for matrix in self.matrices if matrix.index is not None])
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in the rows of their matrices; -1 where the row has no logit of
         it. Tokens of no matrix have anything, which nothing reads."""
         return self._columns
 
-    def chunks(self, index: Tensor | None) -> Iterator[Rows]:
+    def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> Sequence[Rows]:
         """All of them: none is left out, `index` is None."""
         assert index is None
-        for kept, _ in self._matrices.values():
-            yield kept.rows
+        return self.matrices
 
     def logits(self, rows: Rows) -> Tensor:
-        return self._matrices[id(rows)][1]
-
-    def scale_gradients(self, largest: Tensor) -> Tensor:
-        raise NotImplementedError  # float16 gradients have a scale; these are float32 or float64
+        assert isinstance(rows, KeptMatrix)
+        return rows.logits
 
     def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
         """dhidden of a matrix; `finish` has the rest."""
         if self.head.wants[0]:
-            kept, _ = self._matrices[id(rows)]
+            assert isinstance(rows, KeptMatrix)
             dhidden = self.head.dhidden_to_write(every_row=self.num_tokens == self.head.num_tokens)
-            self.backend.kept_dhidden(dlogits, self.head.weight, kept, dhidden)
+            self.backend.kept_dhidden(dlogits, self.head.weight, rows.kept, dhidden)
 
     def finish(self) -> None:
         """dweight and dbias of all tokens, once, after the dense products."""

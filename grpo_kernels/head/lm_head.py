@@ -24,8 +24,8 @@ from torch import Tensor
 from ..checks.plain import stored
 from ..kernels.operations import Backend, KeptPairs, Rows
 from .chunk_size import (
+    ChunkTypes,
     Scratch,
-    default_logits_dtype,
     multiprocessors_of,
     rows_of_chunk,
     rows_of_sequences,
@@ -33,7 +33,7 @@ from .chunk_size import (
 )
 from .dweight import WeightGradient, pieces
 from .gradients import PrecomputedGradients, power_of_two_scale, stored_dtype
-from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
+from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, product, returns_float32
 from .vocab_parallel import VocabSlice, vocab_size_of
 
 
@@ -118,19 +118,15 @@ class LMHead:
             self.flat_hidden = None
         self.backend, self.wants, self.vocab_slice = backend, wants, vocab_slice
         self.vocab_size = vocab_size_of(weight, vocab_slice)
-        self.logits_dtype = logits_dtype or default_logits_dtype(dtype, device)
-        has_float32_logits = self.logits_dtype == torch.float32  # as the fused products have them in registers
+        may_have_exponentials = backend.exponentials is not None and vocab_slice is None
+        self.types = types = ChunkTypes.of(dtype, device, logits_dtype, may_have_exponentials=may_have_exponentials)
+        self.logits_dtype, self.grad_dtype = types.logits, types.gradients
+        has_float32_logits = types.logits == torch.float32  # as the fused products have them in registers
         self.fused_products: tuple[str, ...] = ()
         if backend.fused_products is not None and vocab_slice is None and has_float32_logits:
             self.fused_products = backend.fused_products(hidden, weight)
         # Of logits of 16 bits exponentials would be rounded twice.
         self.takes_exponentials = dtype == torch.bfloat16 and vocab_slice is None and has_float32_logits
-        # A CPU has no product that returns float32 from 16-bit inputs: convert W in pieces.
-        self.converts = self.logits_dtype != dtype and not returns_float32(device, dtype)
-        # Exponentials, which Triton's interpreter has on a CPU too, are bfloat16.
-        has_exponentials = self.takes_exponentials and backend.exponentials is not None
-        narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or has_exponentials
-        self.grad_dtype = dtype if narrow else torch.float32  # of dlogits
         self.stored_dtypes = [*map(stored_dtype, self.given_dtypes)]
         for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
             if is_wide:
@@ -139,10 +135,7 @@ class LMHead:
         self.dweight = WeightGradient(weight, self.grad_dtype, stored_dweight, backend, rounds_once=sums_wide)
         self._taken_out: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, ids and values of entries, by chunk
 
-        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
-        # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
-        self.in_place = self.grad_dtype == self.logits_dtype or device.type != "cpu"
-        entry_bytes = self.logits_dtype.itemsize + (0 if self.in_place else self.grad_dtype.itemsize)
+        entry_bytes = types.logits.itemsize + (0 if types.in_place else types.gradients.itemsize)
         entry_bytes += 0 if teacher_dtype is None else teacher_dtype.itemsize
         vocab_rows = len(weight) if vocab_slice is None else max(vocab_slice.sizes)
         row_bytes = vocab_rows * entry_bytes
@@ -174,10 +167,10 @@ class LMHead:
             rounds=self.wants[1] and self.stored_dtypes[1].itemsize == 2, multiprocessors=known,
         )  # fmt: skip
 
-    def chunks(self, index: Tensor | None, *, exponentials: bool = False) -> list[Rows]:
-        """These tokens (None: all) in chunks of logits, or of exponentials in the type of gradients."""
+    def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> list[Rows]:
+        """These tokens (None: all) in chunks of logits, or else of what has the type of gradients."""
         rows = select_rows(index, self.num_tokens)
-        most = self.rows_of(self._vocab_rows * self.grad_dtype.itemsize) if exponentials else self.rows
+        most = self.rows if holds_logits else self.rows_of(self._vocab_rows * self.grad_dtype.itemsize)
         return rows.split(self._length(rows.count, most))
 
     def make_room(self, counts: Sequence[int]) -> None:
@@ -193,7 +186,7 @@ class LMHead:
 
     def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:
         """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
-        return self.scratch.over(logits) if self.in_place else self.scratch.gradients(rows.count)
+        return self.scratch.over(logits) if self.types.in_place else self.scratch.gradients(rows.count)
 
     def release(self) -> None:
         """Let go of all scratch memory."""
@@ -218,7 +211,7 @@ class LMHead:
         h = self.hidden_rows(rows)
         if out is None:
             out = self.scratch.logits(rows.count)
-        if self.converts:
+        if self.types.converts:
             h = h.to(self.logits_dtype)
             for piece in pieces(self.weight, PIECE_ROWS):
                 torch.mm(h, self.weight[piece].to(self.logits_dtype).T, out=out[:, piece])
@@ -389,7 +382,7 @@ class GivenLogits(HeldLogits):
     def local_ids(self, ids: Tensor) -> Tensor:
         return ids
 
-    def chunks(self, index: Tensor | None) -> list[Rows]:
+    def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> list[Rows]:
         """All rows: none is left out, `index` is None."""
         assert index is None
         return [Rows(0, self.num_tokens)] if self.num_tokens else []

@@ -4,6 +4,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 """
 # ruff: noqa: UP007, UP045
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Union
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks.arguments import (
+    check_offsets,
     check_top_k,
     check_values,
     checks_values,
@@ -36,6 +38,7 @@ from .shared import (
     is_capturing,
     no_gradients,
     refuse_capture,
+    refuse_when_traced,
     requires_grad_flags,
     save_tensors,
     saved_tensors,
@@ -48,7 +51,7 @@ from .vocab_parallel import VocabSlice, signature, vocab_size_of
 
 
 class LogpsTokens(NamedTuple):
-    completion_ids: Tensor  # one per token, or K
+    completion_ids: Tensor  # one per token, or K; -1 where none is asked for
     mask: Optional[Tensor] = None
     temperature: Optional[Tensor] = None  # one per token, instead of the number
     kept_ids: Optional[Tensor] = None  # of a SamplingMask
@@ -86,7 +89,8 @@ def logps_from_hidden(
     Differentiable, but for ids. The entropy means nothing, or is None, where the call does not want it; the divergence
     is None without a teacher.
     """
-    if takes_operator(hidden, vocab_parallel_group=call.vocab_slice):
+    refuse_when_traced(hidden, "vocab_parallel_group", call.vocab_slice)
+    if takes_operator(hidden, call.vocab_slice):
         teacher, of_teacher = teacher_to_key(call.teacher)
         tokens, types = [*call.tokens, *of_teacher], (call.compute_dtype, call.logits_dtype)
         options = call.want_entropy, call.backend, *types, call.top_k, teacher, call.divergence.key
@@ -164,7 +168,10 @@ def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = 
     check_teacher_values(call.teacher, vocab_size, mask)
     if mask is not None and mask.dim() < ids.dim():
         mask = mask[..., None].expand_as(ids)
-    check_values(ids, mask, vocab_size, cu_seqlens)
+    if call.top_k or call.teacher is not None:  # without ids
+        check_offsets(cu_seqlens, ids.numel())
+    else:
+        check_values(ids, mask, vocab_size, cu_seqlens)
     if temperature is not None and checks_values(temperature.device):
         check_argument("temperature", temperature, call.tokens.mask)
 
@@ -314,7 +321,8 @@ def logps(
 
 @logps.register_fake
 def _(
-    hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, logits_dtype, top_k, teacher, key
+    hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, logits_dtype, top_k, teacher,
+    config_key,
 ):  # fmt: skip
     dtype, shape = table_dtype(compute_dtype or hidden.dtype), hidden.shape[:-1]
     count, found = math.prod(shape), (*shape, top_k) if top_k else 0
@@ -356,20 +364,26 @@ def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, logits_dt
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
 
+_FIELDS = tuple(inspect.signature(logps._init_fn).parameters)
+_OF_BACKWARD = "numbers", "backend", "compute_dtype", "logits_dtype", "teacher", "config_key"
+
+
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, tokens, numbers, _, backend, compute_dtype, logits_dtype, _, *of_teacher = inputs
-    ctx.options = numbers, backend, compute_dtype, logits_dtype, *of_teacher
+    given = dict(zip(_FIELDS, inputs, strict=True))
+    ctx.options = {name: given[name] for name in _OF_BACKWARD}
     ctx.mark_non_differentiable(*output[3:])
-    save_tensors(ctx, hidden, weight, bias, *output[3:5], *tokens)
+    save_tensors(ctx, given["hidden"], given["weight"], given["bias"], *output[3:5], *given["tokens"])
 
 
 def _logps_gradients(ctx, *outer):
-    refuse_double_backward("fused_divergence" if ctx.options[4] else "fused_logps")
+    refuse_double_backward("fused_divergence" if ctx.options["teacher"] else "fused_logps")
     wants = list(ctx.needs_input_grad[:3])
     saved = saved_tensors(ctx)
     inputs, results, tokens = saved[:3], saved[3:5], saved[5:]
-    gradients = logps_backward(list(outer[:3]), inputs, tokens, results, *ctx.options, wants)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 8)
+    found = logps_backward(list(outer[:3]), inputs, tokens, results, **ctx.options, wants=wants)
+    gradients = {name: g for name, g, want in zip(_FIELDS, found, wants, strict=False) if want}
+    gradients["tokens"] = no_gradients(tokens)
+    return tuple(gradients.get(name) for name in _FIELDS)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)

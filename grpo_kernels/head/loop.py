@@ -84,39 +84,32 @@ class HeadPass:
             self.kept = HeadPass(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
             if isinstance(self.teacher, GivenTopK):
                 self.kept.teacher = KeptTeacher(self.teacher, logits, self.temperature)
-            for chunk in self.kept.chunks(None):
+            for chunk in self.kept.chunks(None, Chunk):
                 chunk.forward()
         return found.chosen
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 
-    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
-        """These tokens (None: all), from their logits."""
-        for rows in self.head.chunks(index):
-            yield Chunk(self, rows)
+    def chunks(self, index: Tensor | None, kind: type[Chunk]) -> list[Chunk]:
+        """These tokens (None: all)."""
+        return [kind(self, rows) for rows in self.head.chunks(index, holds_logits=kind.holds_logits)]
 
-    def sequences(self, index: Tensor | None, lengths: list[int], way: type[Chunk]) -> list[Chunk]:
+    def sequences(self, index: Tensor | None, lengths: list[int], kind: type[Chunk]) -> list[Chunk]:
         """The tokens `index`, so many per sequence, in chunks of whole sequences."""
-        head = self.head
-        rows, size = select_rows(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
-        parts, first, start, stop = [], 0, 0, 0
-        for i in range(len(lengths) + 1):
-            if i == len(lengths) or stop - start + lengths[i] > size:
-                if stop > start:
-                    own = None if rows.index is None else rows.index[start:stop]
-                    parts.append((Rows(start, stop, own), slice(first, i)))
-                first, start = i, stop
-            if i < len(lengths):
-                stop += lengths[i]
-        head.make_room([part.count for part, _ in parts])
-        return [way(self, part, chosen) for part, chosen in parts]
+        head, chunks = self.head, []
+        rows, most = select_rows(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
+        for start, stop, sequences in sequence_chunks(lengths, most):
+            part = Rows(start, stop, None if rows.index is None else rows.index[start:stop])
+            chunks.append(kind(self, part, sequences))
+        head.make_room([chunk.rows.count for chunk in chunks])
+        return chunks
 
     @property
     def reads_logits(self) -> bool:
         """Whether statistics and gradients need logits themselves, not what a fused product has of them."""
         return not isinstance(self.head, LMHead) or self.mask is not None or self.teacher is not None
 
-    def way(self, has_entropy: bool) -> type[Chunk]:
+    def chunk_kind(self, has_entropy: bool) -> type[Chunk]:
         """The kind of chunks for a gradient that is taken while the logits of a chunk are there."""
         if has_entropy or self.reads_logits or self.pairs is not None or not self.head.takes_exponentials:
             return Chunk
@@ -138,7 +131,7 @@ class HeadPass:
         """Statistics of these tokens (None: of all), nothing else."""
         fused = self.backend.fused_logp
         if self.reads_logits or fused is None or "logp" not in self.head.fused_products:
-            for chunk in self.chunks(index):
+            for chunk in self.chunks(index, Chunk):
                 chunk.forward()
             return
         for rows in self.head.chunks(index):
@@ -154,32 +147,29 @@ class HeadPass:
             if self.kept_logits is not None:
                 has_gradient.index_fill_(0, self.kept_logits.index, False)
             index = has_gradient.nonzero().squeeze(1)
-        self._backward(index, dlogp, dentropy)
+        for chunk in self.chunks(index, Chunk):
+            chunk.read_again()
+            chunk.backward(dlogp, dentropy)
         self.finish()
         self.backward_kept(dlogp, dentropy)
 
     def backward_kept(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Of the tokens that keep few ids, whose logits are all there: after all dense products."""
         if self.kept is not None and self.kept_logits is not None:
-            for chunk in self.kept.chunks(None):
+            for chunk in self.kept.chunks(None, Chunk):
                 chunk.read_again()
                 chunk.backward(dlogp, dentropy)
             self.kept_logits.finish()
-
-    def _backward(self, index: Tensor | None, dlogp: Tensor, dentropy: Tensor) -> None:
-        for chunk in self.chunks(index):
-            chunk.read_again()
-            chunk.backward(dlogp, dentropy)
 
     def finish(self) -> None:
         """After all dense chunks with a gradient: the pairs of sparse gradients, and tokens with too many of them."""
         if self.pairs is None:
             return
-        pairs, self.pairs = self.pairs, None
-        if pairs.coefficients is not None:
-            self._backward(pairs.dense(), *pairs.coefficients)
-        pairs.finish()
-        self.pairs = pairs
+        if self.pairs.coefficients is not None:
+            for chunk in self.chunks(self.pairs.dense(), Chunk):
+                chunk.read_again()
+                chunk.add_gradient(*self.pairs.coefficients)
+        self.pairs.finish()
 
     def mask_sums(self) -> Tensor:
         """Returns the numbers of metrics.MASK_SUMS."""
@@ -233,6 +223,8 @@ class HeadPass:
 class Chunk:
     """Tokens whose logits are computed, or there already, and whose gradient takes the place of the logits."""
 
+    holds_logits = True  # else what it holds has the type of gradients
+
     def __init__(self, shared: HeadPass, rows: Rows, sequences: slice | None = None) -> None:
         self.shared, self.rows, self.sequences = shared, rows, sequences
 
@@ -264,14 +256,19 @@ class Chunk:
         return self.read
 
     def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
-        """Writes the gradient of the logits from d loss / d logp and d loss / d entropy (N,), and adds its products."""
+        """Adds the chunk's part of the gradients of the head, from d loss / d logp and d loss / d entropy (N,)."""
+        p = self.shared
+        if p.pairs is None:
+            self.add_gradient(dlogp, dentropy)
+        else:
+            p.pairs.add(self.read, (dlogp, dentropy), None if p.mask is None else p.mask.masked)
+
+    def add_gradient(self, dlogp: Tensor, dentropy: Tensor) -> None:
+        """Writes the gradient of the logits and adds its products."""
         p, read, rows = self.shared, self.read, self.rows
-        if p.pairs is not None:
-            p.pairs.add(read, (dlogp, dentropy), None if p.mask is None else p.mask.masked)
-            return
         head, weight = p.head, None if p.teacher is None else p.teacher.weight
         written = head.row_gradients(rows, read.logits)
-        if head.grad_dtype == torch.float16 and rows.count:
+        if not isinstance(head, KeptLogits) and head.grad_dtype == torch.float16 and rows.count:
             largest = torch.maximum(rows.take(dlogp).abs(), rows.take(dentropy).abs())
             if weight is not None:
                 largest = torch.maximum(largest, rows.take(weight).abs())
@@ -282,7 +279,7 @@ class Chunk:
             read = read._replace(teacher=read.teacher._replace(weight=weight))
         entries = None
         if weight is not None and isinstance(p.teacher, KIds):
-            read, dlogp, dentropy, entries = p.teacher.entries(read, p.sampled_ids, (dlogp, dentropy, weight))
+            read, dlogp, dentropy, entries = p.teacher.patch(read, p.sampled_ids, (dlogp, dentropy, weight))
         rounds = isinstance(head, LMHead) and head.grad_dtype.itemsize == 2
         logp = p.sampled_logps(read) if rounds else None  # before the gradient takes the place of the logits
         p.backend.gradient(read, dlogp, dentropy, written)
@@ -317,12 +314,26 @@ class Exponentials(Chunk):
 class FusedExponentials(Exponentials):
     """Tokens whose exponentials come from the epilogue of the product: there are no logits."""
 
+    holds_logits = False
+
     def forward(self) -> None:
         p, head = self.shared, self.shared.head
         assert isinstance(head, LMHead) and p.backend.fused_exponentials is not None
         self.exponentials = head.scratch.gradients(self.rows.count)
         found, self.unit = p.backend.fused_exponentials(p.head_chunk(self.rows), self.exponentials)
         p.put(self.rows, found)
+
+
+def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, slice]]:
+    """Runs of whole sequences of at most `most` tokens together: (first token, end of the last, the sequences)."""
+    first = start = stop = 0
+    for i, length in enumerate(lengths):
+        if stop - start + length > most and stop > start:
+            yield start, stop, slice(first, i)
+            first, start = i, stop
+        stop += length
+    if stop > start:
+        yield start, stop, slice(first, len(lengths))
 
 
 def run(p: HeadPass, loss: Loss, chosen: Selection, *, gradients: bool, has_entropy: bool, every_row: bool) -> None:
@@ -341,12 +352,11 @@ def run(p: HeadPass, loss: Loss, chosen: Selection, *, gradients: bool, has_entr
         return
     if chosen.scored_only is not None:
         p.forward(chosen.scored_only)
-    way = p.way(has_entropy)
+    kind = p.chunk_kind(has_entropy)
     if loss.by_sequence and lengths is not None:
-        chunks = p.sequences(chosen.has_gradient, lengths, way)
+        chunks = p.sequences(chosen.has_gradient, lengths, kind)
     else:
-        options = {"exponentials": True} if way is FusedExponentials else {}
-        chunks = [way(p, rows) for rows in p.head.chunks(chosen.has_gradient, **options)]
+        chunks = p.chunks(chosen.has_gradient, kind)
     for chunk in chunks:
         chunk.forward()
         # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.

@@ -11,7 +11,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Optional, Union, cast
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from ..kernels.fused_objective import ObjectiveInputs
 from ..kernels.operations import LogitTransform, Statistics
 from ..names import add_op_namespace_prefix
 from ..objective.fused import has_kernel, objective_inputs
-from ..objective.loss import GRPOLoss, Operation
+from ..objective.loss import DistillationLoss, GRPOLoss, Operation
 from ..objective.metrics import Batch
 from ..objective.tokens import TokenInputs, Tokens, plan, rules_of
 from ..teacher import Teacher, TopKTeacher, check_teacher_values, teacher_signature
@@ -40,7 +40,15 @@ from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
 from .loop import HeadPass, run
 from .products import pinned_matmul_precision
-from .shared import is_capturing, no_gradients, refuse_capture, table_dtype, takes_operator, unseen_by_modes
+from .shared import (
+    is_capturing,
+    no_gradients,
+    refuse_capture,
+    refuse_when_traced,
+    table_dtype,
+    takes_operator,
+    unseen_by_modes,
+)
 from .teacher import TeacherHead, TopKHead, knows_mass, new_teacher, teacher_from_key, teacher_to_key
 from .vocab_parallel import VocabSlice, signature, vocab_size_of
 
@@ -53,7 +61,7 @@ _WEIGHT_BOUND_TOKENS = 256
 class LossCall(NamedTuple):
     """A call of the loss from hidden states."""
 
-    completion_ids: Tensor
+    completion_ids: Optional[Tensor]  # None: the loss is the divergence to the teacher alone
     batch: Batch
     compute_dtype: Optional[torch.dtype]  # of the products, where it is not the inputs' own
     wants: Sequence[bool]  # which of hidden, weight, bias need gradients; or the logits
@@ -71,7 +79,9 @@ class LossCall(NamedTuple):
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
     """Returns (loss, logps, entropy, what metrics are computed from, other numbers); the loss is differentiable in
     hidden, weight and bias. With a teacher the divergence comes last."""
-    if takes_operator(hidden, vocab_parallel_group=call.vocab_slice, accumulate_into=call.accumulate_into):
+    refuse_when_traced(hidden, "vocab_parallel_group", call.vocab_slice)
+    refuse_when_traced(hidden, "accumulate_into", call.accumulate_into)
+    if takes_operator(hidden, call.vocab_slice, call.accumulate_into):
         batch, (teacher, of_teacher) = call.batch, teacher_to_key(call.teacher)
         loss, logps, entropy, found, others, divergence, *_ = grpo_loss(
             hidden, weight, bias, tokens=[call.completion_ids, *batch.tokens, *of_teacher], num_groups=batch.num_groups,
@@ -92,6 +102,9 @@ def _compute(
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     """(results, gradients). To be called under no_grad."""
     ids, config, kernels = call.completion_ids, call.batch.config, get_backend(call.batch.backend)
+    has_ids = ids is not None
+    if ids is None:
+        ids = torch.full(call.batch.shape, -1, dtype=torch.int64, device=hidden.device)
     inputs = TokenInputs(*stored(*call.batch.tokens))
     with pinned_matmul_precision(hidden.device):
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
@@ -107,7 +120,10 @@ def _compute(
             vocab_slice=call.vocab_slice,
             teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
         )  # fmt: skip
-        check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
+        if has_ids:
+            check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
+        else:
+            check_offsets(inputs.cu_seqlens, ids.numel())
         every_row, of_sequences = _computes_every_row(call, hidden.device), call.batch.per_sequence
         tokens = plan(inputs, ids, config, dtype, per_sequence=of_sequences, has_teacher=teacher is not None)
         if every_row and inputs.completion_mask is not None:
@@ -128,11 +144,11 @@ def _loss_of_head(
     every_row: bool,
 ) -> tuple[Tensor, ...]:
     """`loss_from_hidden`; the gradients are left in `head`."""
-    config, shape, by_sequence = call.batch.config, call.completion_ids.shape, tokens.rules.whole_sequences
+    config, shape, by_sequence = call.batch.config, call.batch.shape, tokens.rules.whole_sequences
     mask = None
     if inputs.kept_ids is not None:
         # The rows of given logits are all computed, whatever the mask: they decide no shape.
-        is_static = (isinstance(head, LMHead) and every_row) or is_capturing(call.completion_ids.device)
+        is_static = (isinstance(head, LMHead) and every_row) or is_capturing(tokens.ids.device)
         mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, head.vocab_size, is_static=is_static)
     stats = Statistics.zeros(tokens.ids.numel(), tokens.ids.device, tokens.advantage.dtype)
     transform = LogitTransform(config.logit_scale, config.logit_softcap or 0.0)
@@ -148,8 +164,12 @@ def _loss_of_head(
     if chosen is None:
         chosen = select_tokens(tokens.scored, tokens.has_gradient, sequences, every_row=every_row)
     divergence = None if teacher is None else teacher.divergence
-    fused = fused_objective(call.batch, tokens, stats.logp.dtype)
-    loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence, fused=fused)
+    loss: Union[GRPOLoss, DistillationLoss]
+    if call.completion_ids is None and divergence is not None:
+        loss = DistillationLoss(tokens, stats.entropy, divergence)
+    else:
+        fused = fused_objective(call.batch, tokens, stats.logp.dtype)
+        loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence, fused=fused)
     has_entropy = tokens.rules.has_entropy
     run(p, loss, chosen, gradients=any(call.wants), has_entropy=has_entropy, every_row=every_row)
     if every_row and tokens.scored is not None:  # rows that do not count were computed too
@@ -195,7 +215,7 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
         return True
     # Which rows; lengths; how many entries.
     reads_anyway = inputs.kept_counts is not None or inputs.cu_seqlens is not None or sparse
-    return device.type != "cpu" and call.completion_ids.numel() <= _WEIGHT_BOUND_TOKENS and not reads_anyway
+    return device.type != "cpu" and call.batch.shape.numel() <= _WEIGHT_BOUND_TOKENS and not reads_anyway
 
 
 def loss_from_logits(logits: Tensor, call: LossCall, *, inplace: bool) -> tuple[Tensor, ...]:
@@ -221,6 +241,7 @@ def _compute_from_logits(
     if (writes and not reused) or flat.stride(-1) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     config, dtype = call.batch.config, table_dtype(logits.dtype)
+    assert call.completion_ids is not None
     tokens = plan(inputs, call.completion_ids, config, dtype, per_sequence=call.batch.per_sequence)
     if any(call.wants) and tokens.scored is not None:
         _clear_rows(flat, ~tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
@@ -261,9 +282,9 @@ def grpo_loss(
     not wanted is empty.
     """
     count = 1 + len(TokenInputs._fields)
-    batch = _batch_of(tokens[:count], num_groups, per_sequence, config_key, backend)
+    batch = _batch_of(hidden.shape[:-1], tokens[1:count], num_groups, per_sequence, config_key, backend)
     check_token_values(TokenInputs(*stored(*batch.tokens)))  # which are not known while torch.compile traces
-    call = LossCall(cast(Tensor, tokens[0]), batch, compute_dtype, wants)
+    call = LossCall(tokens[0], batch, compute_dtype, wants)
     call = call._replace(teacher=teacher_from_key(teacher, tokens[count:]))
     with torch.no_grad():
         (loss, logps, entropy, *found), gradients = _compute(hidden, weight, bias, call)
@@ -276,28 +297,28 @@ def grpo_loss(
 
 
 def _batch_of(
-    tokens: Sequence[Optional[Tensor]], num_groups: int, per_sequence: bool, config_key: str, backend: str
-) -> Batch:
-    """From what an operator receives; tokens: a tensor of their shape, then the fields of TokenInputs."""
-    per_token, *given = tokens
-    inputs, config = TokenInputs(*given), config_from_key(config_key)  # type: ignore[arg-type]
-    assert per_token is not None
-    sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    return Batch(inputs, config, backend, per_token.shape, sequences, num_groups, None, per_sequence)
+    shape: torch.Size, tokens: Sequence[Optional[Tensor]], num_groups: int, per_sequence: bool, config_key: str,
+    backend: str,
+) -> Batch:  # fmt: skip
+    """From what an operator receives; shape: of the tokens; tokens: the fields of TokenInputs."""
+    inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
+    sequences = shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    return Batch(inputs, config, backend, shape, sequences, num_groups, None, per_sequence)
 
 
 @grpo_loss.register_fake
 def _(hidden, weight, bias, tokens, num_groups, per_sequence, config_key, backend, compute_dtype, wants, teacher=""):
-    ids, dtype, f = tokens[0], table_dtype(compute_dtype or hidden.dtype), hidden.new_empty
-    batch = _batch_of(tokens[: 1 + len(TokenInputs._fields)], num_groups, per_sequence, config_key, backend)
+    shape, dtype, f = hidden.shape[:-1], table_dtype(compute_dtype or hidden.dtype), hidden.new_empty
+    given = tokens[1 : 1 + len(TokenInputs._fields)]
+    batch = _batch_of(shape, given, num_groups, per_sequence, config_key, backend)
     given = (hidden, weight, weight if bias is None else bias)
     return (
         f((), dtype=dtype),
-        f(ids.shape, dtype=dtype),
-        f(ids.shape, dtype=dtype),
-        f(_measured_shape(batch, dtype), dtype=dtype),
+        f(shape, dtype=dtype),
+        f(shape, dtype=dtype),
+        f(3 if tokens[0] is None else _measured_shape(batch, dtype), dtype=dtype),
         f(sum(batch.others.values()) + knows_mass(teacher), dtype=dtype),
-        f(ids.shape, dtype=dtype) if teacher else f(0),
+        f(shape, dtype=dtype) if teacher else f(0),
         *(
             x.new_empty(x.shape, dtype=stored_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
@@ -360,7 +381,7 @@ def policy_loss(
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, per_sequence, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
-    batch = _batch_of([logps, *tokens], num_groups, per_sequence, config_key, backend)
+    batch = _batch_of(logps.shape, tokens, num_groups, per_sequence, config_key, backend)
     return (
         f((), dtype=dtype),
         f(_measured_shape(batch, dtype), dtype=dtype),

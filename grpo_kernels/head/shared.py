@@ -23,15 +23,16 @@ def is_traced(hidden: Tensor) -> bool:
     return _has_tracer(hidden) or torch._C._len_torch_dispatch_stack() > 0
 
 
-def takes_operator(hidden: Tensor, **beyond: object) -> bool:
-    """`is_traced`, for an operator without arguments for `beyond`. Where one of these is given, a tracer, which would
-    record the call without it, raises ValueError, and any other mode sees nothing of the call."""
-    if not is_traced(hidden):
-        return False
-    given = [name for name, x in beyond.items() if x is not None]  # dynamo of torch 2.8 knows no next() of a generator
-    if given and _has_tracer(hidden):
-        raise ValueError(f"{given[0]} is given to a call that is traced or compiled; it needs an eager one")
-    return not given
+def takes_operator(hidden: Tensor, *eager_only: object) -> bool:
+    """`is_traced`, for an operator without the arguments `eager_only`: where one of these is given, dispatch modes see
+    nothing of the call."""
+    return is_traced(hidden) and all(x is None for x in eager_only)
+
+
+def refuse_when_traced(hidden: Tensor, name: str, value: object) -> None:
+    """Raises where an argument is given to a call that is recorded, which would go on without it."""
+    if value is not None and _has_tracer(hidden):
+        raise ValueError(f"{name} is given to a call that is traced or compiled; it needs an eager one")
 
 
 def _has_tracer(hidden: Tensor) -> bool:

@@ -43,7 +43,7 @@ from ..kernels.torch.teacher import slopes, sums
 from ..loss_config import LossConfig
 from ..teacher import Teacher, TopKTeacher, is_whole
 from .k_ids import KIds, KIdSlopes, exact_z
-from .kept import KeptLogits
+from .kept import KeptLogits, KeptMatrix
 from .lm_head import LMHead
 from .vocab_parallel import VocabSlice
 
@@ -79,7 +79,7 @@ class TeacherHead:
         self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, count: int,
         dtype: torch.dtype, vocab_slice: VocabSlice | None,
     ) -> None:  # fmt: skip
-        self.head, self.vocab_slice = _lm_head(teacher, config, backend, compute_dtype, chunk_rows=1), vocab_slice
+        self.head, self.vocab_slice = _lm_head(teacher, config, backend, compute_dtype), vocab_slice
         self.transform = transform_of(teacher, config)
         self.offset = torch.zeros(count, dtype=dtype, device=teacher.hidden.device)
         self.lse = self.offset.new_zeros(count, dtype=torch.float64)
@@ -179,8 +179,8 @@ class GivenTopK(TopKHead):
         self.mass = self.log_q.exp().sum(1)
 
     def holds(self, sampled: Tensor) -> Tensor:
-        """(N,) bool: the sampled id (N,) is among the K."""
-        return ((self.ids == sampled[:, None]) & self.used).any(1)
+        """(N,) bool: the sampled id (N,) is among the K, or there is none."""
+        return ((self.ids == sampled[:, None]) & self.used).any(1) | (sampled < 0)
 
 
 class PolicyTopK(TopKHead):
@@ -223,22 +223,21 @@ class KeptTeacher(TeacherHead):
     def __init__(self, top_k: GivenTopK, head: KeptLogits, temperature: Tensor) -> None:
         self.transform, self.weight, self.divergence = top_k.transform, top_k.weight, top_k.divergence
         self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.log_q[:, 0])
-        self.vocab_slice, log_q, self._logits = top_k.vocab_slice, top_k.log_q, {}
+        self.vocab_slice, log_q = top_k.vocab_slice, top_k.log_q
         if self.vocab_slice is not None:  # the ids of this rank, and none behind them
             here = top_k.used & (self.vocab_slice.local_ids(top_k.ids) >= 0)
             log_q = torch.where(here, log_q, -torch.inf).gather(1, (~here).byte().argsort(dim=1, stable=True))
         # A row kernel divides by the temperature again. The ids of a row stand in the order of `log_q`.
         log_q = log_q * temperature.double()[:, None]
-        for rows in head.chunks(None):
-            logits = head.logits(rows)
-            width = min(log_q.shape[1], logits.shape[1])
-            self._logits[id(rows)] = torch.full_like(logits, -torch.inf)
-            self._logits[id(rows)][:, :width] = rows.take(log_q)[:, :width]
+        for matrix in head.matrices:
+            width = min(log_q.shape[1], matrix.logits.shape[1])
+            matrix.teacher_logits = torch.full_like(matrix.logits, -torch.inf)
+            matrix.teacher_logits[:, :width] = matrix.take(log_q)[:, :width]
 
     def beside(self, head: Any, rows: Rows) -> TeacherLogits:
-        return TeacherLogits(
-            self._logits[id(rows)], None, self.transform, self.weight, self.divergence, self.offset, self.lse
-        )
+        assert isinstance(rows, KeptMatrix) and rows.teacher_logits is not None
+        kept = self.weight, self.divergence, self.offset, self.lse
+        return TeacherLogits(rows.teacher_logits, None, self.transform, *kept)
 
 
 def new_teacher(

@@ -6,7 +6,7 @@ follows from them for the whole vocabulary, over ranks r with log-sum-exps lse_r
 
     lse = log sum_r exp(lse_r)    w_r = exp(lse_r - lse)    H = sum_r w_r (H_r - log w_r)    logp = logp_o + lse_o - lse
 
-with o the rank that has the sampled id. For each chunk of rows lse_r (float64), H_r and logp_r are gathered, 16 bytes
+with o the rank that has the sampled id. For each chunk of rows lse_r, H_r and logp_r are gathered, 24 bytes
 per token and rank. Every rank reduces the same numbers in the same order, so loss, metrics and coefficients are the
 same bits on all of them. Row kernels take an id of -1 for one that is elsewhere: no logit of the slice is the sampled
 one. dweight is the rank's own. dhidden is a sum over the vocabulary: its shares are all-reduced in float32, once per
@@ -68,13 +68,9 @@ class VocabSlice(NamedTuple):
 
     def combine(self, rows: Rows, ids: Tensor, stats: Statistics) -> None:
         """Replace the statistics of the slice by those of the vocabulary. ids (N,) of the whole vocabulary."""
-        mine = [rows.take(x).contiguous() for x in (stats.lse, stats.entropy, stats.logp)]
-        widths = [x.dtype.itemsize for x in mine]
-        packed = torch.cat([x.view(torch.uint8).view(-1, width) for x, width in zip(mine, widths, strict=True)], 1)
-        lse, entropy, logp = (
-            part.contiguous().view(x.dtype).squeeze(-1)
-            for part, x in zip(self.gather(packed).split(widths, -1), mine, strict=True)
-        )
+        mine = torch.stack([rows.take(x).double() for x in (stats.lse, stats.entropy, stats.logp)])
+        lse, entropy, logp = self.gather(mine).unbind(1)
+        entropy, logp = entropy.to(stats.entropy.dtype), logp.to(stats.logp.dtype)
         total = torch.logsumexp(lse, 0)
         log_share = lse - total
         share = log_share.exp()

@@ -114,6 +114,32 @@ def _of_sequences(tokens: Tokens, own: Tensor, logp: Tensor) -> tuple[Tensor, Te
     return log_ratio, scale, slope
 
 
+class DistillationLoss:
+    """The divergence to a teacher's distribution alone: a loss without sampled ids. entropy, divergence (N,): of all
+    tokens."""
+
+    by_sequence = by_batch = False
+
+    def __init__(self, tokens: Tokens, entropy: Tensor, divergence: Tensor) -> None:
+        self.tokens, self.entropy, self.divergence = tokens, entropy, divergence
+        self._nothing = torch.zeros_like(entropy)
+
+    def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]:
+        return self.of_all()
+
+    def of_all(self) -> tuple[Tensor, Tensor]:
+        """Returns zeros: the row kernels have the gradient of the divergence."""
+        return self._nothing, self._nothing
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Returns (the loss (), sums of divergence and entropy over the tokens that count, and their number (3,))."""
+        value = weighted(self.tokens.dloss_direct, self.tokens.config.distill_coef * self.divergence)
+        columns = torch.stack([self.divergence, self.entropy, torch.ones_like(self.entropy)]).double()
+        if self.tokens.scored is not None:
+            columns = torch.where(self.tokens.scored, columns, 0.0)
+        return value.sum(dtype=torch.float64).to(value.dtype), columns.sum(1).to(value.dtype)
+
+
 Operation = Callable[[ObjectiveInputs, Tensor, Tensor, Tensor, Rows | None], Tensor | None]
 
 

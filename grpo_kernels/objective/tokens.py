@@ -111,68 +111,37 @@ def plan(
     has_teacher: bool = False,
 ) -> Tokens:  # fmt: skip
     """Plans a batch of ids (B, T) or packed (N,), with inputs of that shape in `dtype`."""
-    shape, device, count, rules = (
-        ids.shape,
-        ids.device,
-        ids.numel(),
-        rules_of(inputs, config, per_sequence, has_teacher),
-    )
+    device, count, rules = ids.device, ids.numel(), rules_of(inputs, config, per_sequence, has_teacher)
     if inputs.cu_seqlens is None:
-        sequences = Sequences.padded(shape[0], shape[1], device)
+        sequences = Sequences.padded(ids.shape[0], ids.shape[1], device)
     else:
         sequences = Sequences(inputs.cu_seqlens.to(device=device, dtype=torch.int64), None, count)
     # Padding may hold anything: a token without weight has no gradient, and no measure reads it.
-    mask, old, rollout, rollout_weight, token_weight, temperature = (
-        None if x is None else x.view(-1)
-        for x in (
-            inputs.completion_mask, inputs.old_logps, inputs.rollout_logps, inputs.rollout_weights,
-            inputs.token_weights, inputs.temperature,
-        )
+    per_token = (
+        inputs.completion_mask, inputs.old_logps, inputs.rollout_logps, inputs.rollout_weights, inputs.token_weights,
+        inputs.temperature,
     )  # fmt: skip
-
-    def without_padding(x: Tensor, other: float = 0.0) -> Tensor:
-        return x if mask is None else torch.where(mask, x, other)
-
-    lengths = Lengths(sequences, mask, dtype)
+    mask, old, rollout, rollout_weight, token_weight, temperature = (
+        None if x is None else x.view(-1) for x in per_token
+    )
+    lengths, advantage = Lengths(sequences, mask, dtype), inputs.advantages.view(-1)
     weight = weight_of_tokens(config, lengths, inputs.normalizer)
+    dentropy = torch.zeros_like(weight)
     if rules.has_entropy:
         dentropy = _entropy_weight(inputs, config, lengths, weight, mask)
-    else:
-        dentropy = torch.zeros_like(weight)
-
-    advantage = inputs.advantages.view(-1)
     scale = None if config.surrogate == "vespo" else rollout_weight  # VESPO's own weight takes its place
     if SURROGATE_RULES[config.surrogate].divides_by_rollout and rollout is not None:
-        # Where the sampling engine's is unknown: the old policy's, else a ratio of 1 and no surrogate.
-        unknown = rollout.isnan()
-        if old is None:
-            scale = torch.where(unknown, 0.0, 1.0 if scale is None else scale).to(dtype)
-        old = torch.where(unknown, torch.inf if old is None else old, rollout)
-
-    via_ratio, level = weight, config.importance_sampling_level
-    if shares_ratio(level) and not rules.whole_sequences:
-        # On-policy, the ratio of the sequence is 1 and its chain rule is known before any logit is.
-        total = sequences.sum(weight)
-        total = total if level == "sequence_sum" else total / lengths.at_least_one
-        via_ratio = without_padding(sequences.to_tokens(total))
-    active = mask
-    if not rules.all_have_gradient:
-        # The squared log-ratio of DPPO and IPO has a gradient where the advantage is 0 too.
-        active = torch.ones_like(advantage, dtype=torch.bool) if config.dppo_kl_tau else advantage
-        for factor in (scale, mask):
-            active = active if factor is None else active.logical_and(factor)
-        active = active.bool()
-        if rules.whole_sequences or shares_ratio(level):
-            active = sequences.to_tokens(sequences.sum(active.to(dtype)) > 0)
-            active = active if mask is None else active & mask
+        old, scale = _divide_by_rollout(rollout, old, scale)
+    via_ratio = _weight_via_ratio(config, rules, lengths, weight)
+    active = mask if rules.all_have_gradient else _may_have_gradient(config, rules, lengths, advantage, scale)
     if token_weight is not None:
         shared = via_ratio is weight
         weight = torch.where(weight != 0, weight * token_weight, 0.0)
         via_ratio = weight if shared else torch.where(via_ratio != 0, via_ratio * token_weight, 0.0)
     if temperature is None:
         temperature = torch.full((count,), float(config.temperature), dtype=dtype, device=device)
-    else:
-        temperature = without_padding(temperature, 1.0)
+    elif mask is not None:
+        temperature = torch.where(mask, temperature, 1.0)
     sampled = ids.reshape(-1).long()
     return Tokens(
         config, rules, sequences, lengths,
@@ -184,6 +153,43 @@ def plan(
         rollout=rollout, rollout_weight=rollout_weight, surrogate_scale=scale,
         entropy_threshold=config.entropy_threshold if inputs.entropy_threshold is None else inputs.entropy_threshold,
     )  # fmt: skip
+
+
+def _divide_by_rollout(rollout: Tensor, old: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(what the ratio divides by, the scale of the surrogate), (N,). Where the sampling engine's log-probability is not
+    known: the old policy's, else a ratio of 1 and no surrogate."""
+    unknown = rollout.isnan()
+    if old is not None:
+        return torch.where(unknown, old, rollout), scale
+    ones = torch.ones_like(rollout) if scale is None else scale
+    return torch.where(unknown, torch.inf, rollout), torch.where(unknown, 0.0, ones)
+
+
+def _weight_via_ratio(config: LossConfig, rules: Rules, lengths: Lengths, weight: Tensor) -> Tensor:
+    """(N,) d loss / d value for what flows through the ratio. On-policy, the ratio of a sequence is 1, and its chain
+    rule is known before any logit is."""
+    level, sequences = config.importance_sampling_level, lengths.sequences
+    if not shares_ratio(level) or rules.whole_sequences:
+        return weight
+    total = sequences.sum(weight)
+    via_ratio = sequences.to_tokens(total if level == "sequence_sum" else total / lengths.at_least_one)
+    return via_ratio if lengths.mask is None else torch.where(lengths.mask, via_ratio, 0.0)
+
+
+def _may_have_gradient(
+    config: LossConfig, rules: Rules, lengths: Lengths, advantage: Tensor, scale: Tensor | None
+) -> Tensor:
+    """(N,) bool: tokens whose surrogate may have a gradient."""
+    mask, sequences = lengths.mask, lengths.sequences
+    # The squared log-ratio of DPPO and IPO has a gradient where the advantage is 0 too.
+    active = torch.ones_like(advantage, dtype=torch.bool) if config.dppo_kl_tau else advantage
+    for factor in (scale, mask):
+        active = active if factor is None else active.logical_and(factor)
+    active = active.bool()
+    if rules.whole_sequences or shares_ratio(config.importance_sampling_level):
+        active = sequences.to_tokens(sequences.sum(active.to(lengths.dtype)) > 0)
+        active = active if mask is None else active & mask
+    return active
 
 
 def _entropy_weight(
