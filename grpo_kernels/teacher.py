@@ -26,7 +26,7 @@ from .checks.table import ARGUMENTS
 from .config import GRPOConfig, check_count, check_one_of, check_option
 from .sampling_mask import SamplingMask, check_sampling_mask
 
-TopKMode = Literal["tail", "truncate", "renormalize"]
+TopKMode = Literal["tail", "renormalize"]
 MASS_SLACK = 1e-3  # of log-probabilities in 16 bits
 
 
@@ -43,8 +43,8 @@ class Teacher:
 
     top_k: K of [1, V] for the divergence over the policy's K likeliest ids of each token (ties by id), which are
     constants; None: over the whole vocabulary. mode: what it takes for the other ids, as in `TopKTeacher`. With
-    "renormalize" the teacher costs 2 N K H' operations, with "tail" and "truncate", whose q of an id is relative to the
-    whole vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K).
+    "renormalize" the teacher costs 2 N K H' operations, with "tail", whose q of an id is relative to the whole
+    vocabulary, 2 N H' V more; the memory is one chunk of logits, and O(N K).
 
     Raises TypeError or ValueError, by name, for tensors that do not fit together.
     """
@@ -87,7 +87,6 @@ class TopKTeacher:
     temperature of the loss. mode: what the divergence takes for the other ids (docs: grpo_kernels/README.md).
 
         "tail"         one more outcome, with what mass is left on either side
-        "truncate"     nothing: the sums run over the K ids, and may be below 0
         "renormalize"  nothing: both distributions are divided by their mass over the K ids
 
     Raises TypeError or ValueError, by name; on a CPU (on a GPU with GRPO_KERNELS_DEBUG=1) also for ids that repeat,

@@ -12,7 +12,7 @@ from torch import Tensor
 import grpo_kernels as gk
 
 TEACHER_WIDTH, VOCAB = 40, 67
-MODES = ("tail", "truncate", "renormalize")
+MODES = ("tail", "renormalize")
 KINDS = ("whole", *MODES)  # of teachers
 OWN = tuple(f"own {mode}" for mode in MODES)  # whole ones, on the policy's likeliest ids
 

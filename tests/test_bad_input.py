@@ -432,8 +432,8 @@ OTHERS = [
         (dict(weight=torch.nn.Linear(3, 4)), TypeError, "Teacher.weight is a Linear", ", and bias=Teacher.weight.bias"),
         (dict(top_k=0), ValueError, "top_k=0; expected an integer >= 1"),
         (dict(top_k=2.5), ValueError, "top_k=2.5; expected an integer >= 1"),
-        (dict(top_k=2, mode="top"), ValueError, "mode='top'; expected one of tail, truncate, renormalize"),
-        (dict(mode="truncate"), ValueError, "mode='truncate' has no effect without top_k"),
+        (dict(top_k=2, mode="top"), ValueError, "mode='top'; expected one of tail, renormalize"),
+        (dict(mode="renormalize"), ValueError, "mode='renormalize' has no effect without top_k"),
     ]),
     (gk.fused_logps, K_IDS | dict(completion_ids=torch.zeros(4, 6, 3).long()), [
         (dict(completion_ids=torch.zeros(4, 5, 3).long()), ValueError, "completion_ids has shape (4, 5, 3); expected (4, 6) or (4, 6, K), K >= 1"),
@@ -463,7 +463,7 @@ OTHERS = [
         (dict(logps=-TWO_LOGPS), ValueError, "TopKTeacher.logps holds 2"),
         (dict(logps=TWO_LOGPS * math.nan), ValueError, "TopKTeacher.logps holds nan"),
         (dict(logps=TWO_LOGPS * 0.1), ValueError, "add up to a mass of 1.6375"),
-        (dict(mode="rest"), ValueError, "mode='rest'; expected one of tail, truncate"),
+        (dict(mode="rest"), ValueError, "mode='rest'; expected one of tail, renormalize"),
     ]),
 ]  # fmt: skip
 

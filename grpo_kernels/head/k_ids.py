@@ -78,20 +78,18 @@ class KIds:
         """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
         entries of the K ids and the sampled one). sampled (N,): ids of the whole vocabulary. coefficients (N,): these
         two and `weight`. To be called before the gradient takes the place of the logits."""
-        rows, kept = chunk.rows, chunk.rows.take(self.ids)
-        own_sampled = rows.take(sampled)[:, None]
-        ids = torch.cat(
-            [kept, torch.where(own_sampled < 0, kept[:, :1], own_sampled)], 1
-        )  # without one the first again
+        rows, kept, own = chunk.rows, chunk.rows.take(self.ids), chunk.rows.take(sampled)[:, None]
+        own = torch.where(own < 0, kept[:, :1], own)  # without a sampled one the first again
+        ids = torch.cat([kept, own], 1)
         log_p, dz_du = self._log_p(chunk, ids)
         slopes = self._slopes(chunk, log_p[:, :-1])
         log_rest = torch.zeros_like(log_p[:, 0])  # 0 where it is not needed, or there is no other id
         if self.rest is not None:
             log_rest = rows.take(self.rest.lse) - rows.take(chunk.stats.lse)
             log_rest = torch.where(log_rest > -torch.inf, log_rest, 0.0)
-        own = tuple(rows.take(x).double() for x in coefficients)
-        gradient = self._gradient(chunk, ids, log_p, slopes, log_rest, *own)
-        changed = self._of_others(chunk, slopes, log_rest, *own)
+        dlogp, dentropy, weight = (rows.take(x).double() for x in coefficients)
+        gradient = self._gradient(chunk, ids, log_p, slopes, log_rest, dlogp, dentropy, weight)
+        changed = self._of_others(chunk, slopes, log_rest, dlogp, dentropy, weight)
         stats = Statistics(*(x.clone() for x in chunk.stats))
         dlogp, dentropy = (x.clone() for x in coefficients[:2])
         for whole, x in zip((stats.lse, stats.entropy, dlogp, dentropy), changed, strict=True):

@@ -10,11 +10,10 @@ computes the others' probabilities relative to it, which a small rest does not r
 
 Per ids S of a token, l = log p - log q, m = (1 - b) p + b q; P and Q the masses of S:
     tail         one more outcome of mass 1 - P and 1 - Q: D as over the vocabulary, dD/dz_j = p_j slope of j's outcome
-    truncate     sums over S alone: reverse_kl p_j ([j in S] (l_j + 1) - D - P), forward_kl Q p_j - [j in S] q_j
     renormalize  of p / P and q / Q; 0 outside of S
 A TopKTeacher comes with S and q. A Teacher with `top_k` has the policy's likeliest ids: its own logits of them are
-products with gathered rows of its weight, 2 NKH'. The normaliser that "tail" and "truncate" need is a pass over the
-teacher's vocabulary of its own, before the policy's: 2 NH'V, and never two chunks of logits in memory.
+products with gathered rows of its weight, 2 NKH'. The normaliser that "tail" needs is a pass over the teacher's
+vocabulary of its own, before the policy's: 2 NH'V, and never two chunks of logits in memory.
 """
 
 from __future__ import annotations
@@ -154,8 +153,6 @@ class TopKHead(KIds):
         outcomes = self._outcomes(chunk, log_p)
         p = outcomes[0].exp()
         dlogp_term = slopes(*outcomes, 0.0, self.transform)
-        if self.mode == "truncate" and self.transform.divergence == "reverse_kl":
-            dlogp_term = dlogp_term + p  # whose sum over all outcomes is 1 in the other modes
         mean = dlogp_term.sum(1)
         inside = dlogp_term - p * mean[:, None]
         outside, of_rest = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)

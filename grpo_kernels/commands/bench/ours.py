@@ -129,7 +129,7 @@ def _table() -> dict[str, Implementation]:
         table[f"ours-float32-{chunks}"] = Implementation(f"ours, logits_dtype=float32, chunks: {chunks}", step)
     step = partial(ours_float32, chunks=8, dweight_sum="float32")
     table["ours-float32-sum"] = Implementation("ours, logits_dtype=float32, chunks: 8, dweight_sum=float32", step)
-    for mode in "renormalize", "truncate", "tail":
+    for mode in "renormalize", "tail":
         step = partial(ours, teacher={"top_k": IDS, "mode": mode})
         table[f"ours-teacher-{mode}"] = Implementation(f"ours, a teacher on {IDS} ids, {mode}", step, "none")
     table["ours-teacher"] = Implementation("ours, a teacher on all ids", partial(ours, teacher={}), "none")
