@@ -8,13 +8,13 @@
 
 A case of compile_cases.py calls a launcher of the package. A stub stands in for the driver, and a launch compiles and
 returns: signature, alignment, constants and options are those of a real call, the launch configuration is the target's
-row of launch.json. Held, per kernel and target:
+row of LAUNCHES. Held, per kernel and target:
 
     it compiles; a matrix product uses tensor cores
     no more shared memory than a block of the GPU has
     every kernel of the package launched by some case
 
-Products whose tiles come through TMA are compiled for GPUs for which launch.json has them. GPUs of 8.6, 8.9 and 12.x
+Products whose tiles come through TMA are compiled for GPUs that have them there. GPUs of 8.6, 8.9 and 12.x
 have code much like that of sm_80. gfx942 is compiled and printed, and may fail.
 """
 
@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Target(NamedTuple):
-    """A GPU as Triton names it, its row of launch.json, the instruction of its tensor cores, and the shared memory that
+    """A GPU as Triton names it, its row of LAUNCHES, the instruction of its tensor cores, and the shared memory that
     a block can have, in KiB."""
 
     backend: str
@@ -137,9 +137,11 @@ def examine(kernel: Any, target: Target) -> Found:
 
 
 def is_due(case: str, target: str) -> bool:
-    from grpo_kernels.kernels.launch import shipped_table
+    from grpo_kernels.kernels.launch import LAUNCHES
 
-    return not case.startswith("fused_") or case.partition(",")[0] in shipped_table()[TARGETS[target].launch]
+    return (
+        not case.startswith("fused_") or getattr(LAUNCHES[TARGETS[target].launch], case.partition(",")[0]) is not None
+    )
 
 
 def compile_all(jobs: list[tuple[str, str]]) -> Iterator[tuple[str, str, dict[str, Found] | str]]:

@@ -65,8 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _this_cpu_multiplies_bfloat16(monkeypatch):
     """Whether it does decides the way that bfloat16 takes: test_chunks.py has the one of a CPU that does not."""
-    for module in ("chunk_size", "lm_head"):
-        monkeypatch.setattr(f"grpo_kernels.head.{module}.cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr("grpo_kernels.head.chunk_size.cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,13 +27,13 @@ def machine(monkeypatch):
 
 
 def test_this_machine(capsys, monkeypatch):
-    monkeypatch.setenv("GRPO_KERNELS_CACHE", "/nowhere")
+    monkeypatch.setenv("GRPO_KERNELS_DEBUG", "0")
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"grpo_kernels {gk.__version__}") and f"torch {torch.__version__}" in text
     kernels = r"kernels for (avx512|avx2|baseline), torch's threads"
     assert re.search(rf"cpu     .*threads.*{kernels}\n +uses 'cpu': the first that can run", text)
-    assert "environment: " in text and "GRPO_KERNELS_CACHE=/nowhere" in text
+    assert "environment: " in text and "GRPO_KERNELS_DEBUG=0" in text
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["versions"]["torch"] == torch.__version__ and facts["backends"]["torch"] == ""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.launch import matmul_launch
+from grpo_kernels.kernels.launch import launch_of
 from grpo_kernels.kernels.operations import HeadChunk, LogitTransform, Statistics, fits_tma
 from grpo_kernels.kernels.triton import matmul
 
@@ -272,7 +272,7 @@ def check_any_batch(kernels: c.Kernels, head: HeadChunk, *parts: slice) -> None:
 @only_triton
 def test_a_row_has_the_same_bits_in_any_batch_in_its_place_of_a_tile(kernels):
     """numpy's products, which the interpreter takes, differ from row to row of a tile."""
-    tile = matmul_launch("fused_logp", CPU, 40, 70, torch.bfloat16).block_m
+    tile = launch_of(CPU).fused_logp.block_m
     parts = slice(0, 1), slice(tile, tile + 1), slice(0, 2 * tile), slice(2 * tile, 101)
     check_any_batch(kernels, make_head(101), *parts)
 

@@ -50,19 +50,16 @@ without_cuda = pytest.mark.parametrize("kernels", [*ISAS, "triton"], indirect=Tr
 
 @pytest.fixture(params=[*ISAS, "torch", "triton", "cuda"])
 def kernels(request, monkeypatch):
-    """Triton's with about eight blocks per row: the interpreter's time goes by the number of operations."""
+    """Triton's with few blocks per row: the interpreter's time goes by the number of operations."""
     if request.param in ISAS:
         with instruction_set(request.param) as kernels:
             yield kernels
     elif request.param == "triton":
         kernels = get_backend("triton")
-        from grpo_kernels.kernels.launch import RowLaunch
-        from grpo_kernels.kernels.triton import rows
+        from grpo_kernels.kernels.launch import LAUNCHES
 
-        def blocks(device, vocab, dtype):
-            return RowLaunch(32, max(64, 1 << (vocab // 8).bit_length()), 1)
-
-        monkeypatch.setattr(rows, "row_launch", blocks)
+        interpreter = LAUNCHES["interpreter"]
+        monkeypatch.setitem(LAUNCHES, "interpreter", interpreter._replace(rows=interpreter.rows._replace(block=256)))
         yield kernels
     else:
         yield request.getfixturevalue("emulated") if request.param == "cuda" else get_backend(request.param)

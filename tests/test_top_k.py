@@ -117,7 +117,7 @@ def test_k_ids_in_16_bits(dtype, backend, monkeypatch):
     for x, y, z in zip(got, plain, exact, strict=True):
         assert x.dtype == dtype and relative(x.double() / scale, z) < 1.2 * relative(y, z) + 1e-5
     if dtype == torch.float16:  # gradients of logits are that too; far more than it holds goes to one logit
-        monkeypatch.setattr("grpo_kernels.head.lm_head.cpu_multiplies", lambda dtype: True)
+        monkeypatch.setattr("grpo_kernels.head.chunk_size.cpu_multiplies", lambda dtype: True)
         many = batch.ids[..., None].expand(-1, -1, 20_000)
         found, _ = gk.fused_logps(own.hidden, own.weight, many, lm_head_bias=own.bias, backend=backend)
         assert all(x.isfinite().all() and x.any() for x in gradients_of(found.mean(), own))

@@ -19,7 +19,6 @@ from .. import __version__
 from ..kernels import auto_choice, candidates, registered_backends, unavailable_reason
 from ..kernels.compiled.cpu import compiled_module as cpu_module
 from ..kernels.compiled.cuda import compiled_module, version
-from ..kernels.launch import tuned_path
 
 # Variables that change what runs here, besides our own GRPO_KERNELS_*.
 VARIABLES = (
@@ -41,7 +40,6 @@ def collect() -> dict[str, Any]:
             "architectures": "" if module is None else str(module.built_architectures()),
             "devices": [_describe_device(device, module) for device in _devices()],
             "backends": {name: _everywhere(name) for name in registered_backends()},
-            "tuned_table": {"path": str(tuned_path()), "exists": tuned_path().exists()},
             "environment": {n: x for n, x in variables.items() if n in VARIABLES or n.startswith("GRPO_KERNELS_")},
         }
     return facts | {"warnings": list(dict.fromkeys(str(warning.message) for warning in said))}
@@ -64,11 +62,10 @@ def render(facts: dict[str, Any]) -> str:
         lines += [f"{'':8}not {name!r}: {reason}" for name, reason in device["refused"].items()]
     seen = {name for device in facts["devices"] for name in device["candidates"]}
     lines += [f"{'':8}not {name!r}: {why}" for name, why in facts["backends"].items() if why and name not in seen]
-    table, variables = facts["tuned_table"], facts["environment"]
+    variables = facts["environment"]
     lines += [
         "",
         f"CUDA kernels built for: {facts['architectures'] or 'nothing'}",
-        f"tuned launch table: {table['path'] if table['exists'] else 'none'}",
         "environment: " + (" ".join(f"{name}={value}" for name, value in variables.items()) or "nothing set"),
     ]
     return "\n".join([*lines, *(f"warning: {text}" for text in facts["warnings"])])

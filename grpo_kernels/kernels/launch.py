@@ -1,25 +1,10 @@
-"""Launch configurations: block shapes and warps per kernel, from the table launch.json beside this file.
-
-A table of the user (`tuned_path`) comes first. Nothing is tuned at run time.
-
-    {architecture: {kernel: {shape: {field: value}}}}        shape: "H V type" or "V type" as measured, or "*"
-
-`fused_products` of an architecture are those with the softmax in their epilogue that have been measured faster there
-than the vendor's product and a row kernel over its logits.
-"""
+"""Block shapes and warps of Triton's kernels: a row per architecture. Nothing is tuned at run time."""
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-SHIPPED = Path(__file__).with_suffix(".json")
 
 
 class RowLaunch(NamedTuple):
@@ -49,16 +34,31 @@ class TokenLaunch(NamedTuple):
     num_warps: int
 
 
-def tuned_path() -> Path:
-    """Returns the path of the user's own table: in GRPO_KERNELS_CACHE, or in the user's cache folder."""
-    folder = os.environ.get("GRPO_KERNELS_CACHE")
-    if folder is None:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_kernels")
-    return Path(folder) / "launch.json"
+class Launch(NamedTuple):
+    """What kernels of an architecture are launched with. The products have the softmax in their epilogue; None: there
+    is none. products_pay: they have been measured faster than the vendor's product and a row kernel over its logits."""
+
+    rows: RowLaunch = RowLaunch(1, 4096, 8)
+    tokens: TokenLaunch = TokenLaunch(1, 512, 4)
+    fused_logp: MatmulLaunch | None = None
+    fused_exponentials: MatmulLaunch | None = None
+    products_pay: bool = False
+
+
+_HOPPER, _SMALL = MatmulLaunch(128, 256, 64, 8, 4), MatmulLaunch(32, 32, 32, 1, 1)
+LAUNCHES = {
+    "sm80": Launch(),
+    "sm86": Launch(),
+    "sm90": Launch(fused_logp=_HOPPER, fused_exponentials=_HOPPER, products_pay=True),
+    "sm100": Launch(fused_logp=_HOPPER, fused_exponentials=_HOPPER._replace(num_stages=3)),
+    "gfx9": Launch(),
+    # On a CPU, where the time goes by the number of operations.
+    "interpreter": Launch(RowLaunch(32, 64, 1), TokenLaunch(8, 16, 1), _SMALL, _SMALL, products_pay=True),
+}
 
 
 def architecture(device: torch.device) -> str:
-    """The row of the table that a device belongs to; devices differ by shared memory and matrix instructions."""
+    """Returns which of LAUNCHES a device has: they differ by shared memory and matrix instructions."""
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip is not None:
@@ -70,54 +70,6 @@ def architecture(device: torch.device) -> str:
     return "sm100" if major >= 10 else f"sm{major}0"
 
 
-def row_launch(device: torch.device, vocab: int, dtype: torch.dtype) -> RowLaunch:
-    return RowLaunch(**_find(architecture(device), "rows", shape_key(vocab, dtype=dtype)))
-
-
-def matmul_launch(kernel: str, device: torch.device, width: int, vocab: int, dtype: torch.dtype) -> MatmulLaunch:
-    return MatmulLaunch(**_find(architecture(device), kernel, shape_key(width, vocab, dtype=dtype)))
-
-
-def token_launch(device: torch.device) -> TokenLaunch:
-    """The same on every GPU; in the interpreter, which runs on a CPU, few and small blocks."""
-    return TokenLaunch(8, 16, 1) if architecture(device) == "interpreter" else TokenLaunch(1, 512, 4)
-
-
-def shape_key(*sizes: int, dtype: torch.dtype) -> str:
-    return " ".join([*map(str, sizes), str(dtype).removeprefix("torch.")])
-
-
-def paying_products(device: torch.device) -> tuple[str, ...]:
-    """Returns which products with the softmax in their epilogue have been measured faster on such a GPU."""
-    return tuple(shipped_table()[architecture(device)]["fused_products"])
-
-
-@cache
-def shipped_table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(SHIPPED.read_text())
-    return table
-
-
-@cache
-def _find(arch: str, kernel: str, shape: str) -> dict[str, Any]:
-    for table in (_tuned_table(), shipped_table()):
-        entries = table.get(arch, {}).get(kernel, {})
-        found = entries.get(shape) or entries.get("*")
-        if found is not None:
-            return dict(found)
-    raise KeyError(f"launch.json has no entry for {kernel} on {arch}")
-
-
-@cache
-def _tuned_table() -> dict[str, Any]:
-    path = tuned_path()
-    try:
-        table: dict[str, Any] = json.loads(path.read_text())
-        if not isinstance(table, dict):
-            raise ValueError("it holds no table")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warnings.warn(f"grpo_kernels: {path} cannot be read ({error}); the table of the package is used", stacklevel=2)
-        return {}
-    return table
+def launch_of(device: torch.device) -> Launch:
+    """Returns what kernels on this device are launched with."""
+    return LAUNCHES[architecture(device)]

@@ -115,12 +115,7 @@ def _cxx_tokens(text: str) -> str:
     return "\n".join(token for token in _TOKEN.findall(text) if not token.startswith(("//", "/*")))
 
 
-def _sorted_json(text: str) -> str:
-    """Returns JSON with sorted keys and without formatting."""
-    return json.dumps(json.loads(text), sort_keys=True)
-
-
-_NORMALIZE = {".py": _python_code, ".json": _sorted_json} | dict.fromkeys((".h", ".cuh", ".cu", ".cpp"), _cxx_tokens)
+_NORMALIZE = {".py": _python_code} | dict.fromkeys((".h", ".cuh", ".cu", ".cpp"), _cxx_tokens)
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..launch import architecture, paying_products, shipped_table
+from ..launch import LAUNCHES, architecture, launch_of
 from ..operations import multiplies_by_tma
 from ..torch.backend import TORCH
 from . import exponentials, fused_products, kept, objective, rows, scale, sparse, teacher
@@ -44,7 +44,7 @@ def _device_of(arguments: Iterable[object]) -> torch.device | None:
 
 def unavailable_reason(device: torch.device) -> str:
     """Returns why this GPU is too old, or nothing."""
-    if architecture(device) in shipped_table():
+    if architecture(device) in LAUNCHES:
         return ""
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
@@ -55,8 +55,10 @@ def paying_here(hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
     """Returns which fused products, "logp" and "exponentials", serve this lm_head (V, H) and pay on its GPU."""
     if not multiplies_by_tma(hidden, weight):  # float32 products are the vendor's
         return ()
-    is_bfloat16 = weight.dtype == torch.bfloat16  # float16 cannot hold e^(z - z_id)
-    return tuple(x for x in paying_products(weight.device) if x == "logp" or is_bfloat16)
+    if not launch_of(weight.device).products_pay:
+        return ()
+    # float16 cannot hold e^(z - z_id)
+    return ("exponentials", "logp") if weight.dtype == torch.bfloat16 else ("logp",)
 
 
 TRITON = replace(

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import MatmulLaunch, matmul_launch
+from ..launch import MatmulLaunch, launch_of
 from ..operations import HeadChunk, rows_for_tma
 from .maths import INV_LN2, softcap
 from .rows import logit_scales
@@ -190,10 +190,10 @@ def head_of(hidden: Tensor, chunk: HeadChunk) -> Head:
 
 
 def prepare(kernel: str, chunk: HeadChunk) -> Product:
-    """Launch arguments of `kernel`, from its entry in the launch table. 16-bit inputs: others have no tensor cores."""
+    """Launch arguments of "fused_logp" or "fused_exponentials". 16-bit inputs: others have no tensor cores."""
     hidden, weight = rows_for_tma(chunk.hidden), chunk.weight
     (count, width), vocab = hidden.shape, weight.shape[0]
-    launch = matmul_launch(kernel, hidden.device, width, vocab, hidden.dtype)
+    launch: MatmulLaunch = getattr(launch_of(hidden.device), kernel)
     token_tiles, tiles = triton.cdiv(count, launch.block_m), triton.cdiv(vocab, launch.block_v)
     per_part = tiles_per_part(launch, hidden.device, tiles)
     group = max(1, GROUP_BYTES // (launch.block_m * width * hidden.element_size()))

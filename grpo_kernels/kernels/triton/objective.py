@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...names import EXPONENT_LIMIT
 from ..fused_objective import CLIPPING, COLUMN, COLUMNS, EXTREMA, Columns, ObjectiveInputs, memory_of_sums
-from ..launch import token_launch
+from ..launch import launch_of
 from ..operations import Rows
 from .maths import expm1
 from .rows import place, tokens_of
@@ -317,7 +317,7 @@ def objective(
     inputs: ObjectiveInputs, logp: Tensor, entropy: Tensor, dlogp: Tensor, rows: Rows | None
 ) -> Tensor | None:
     """Writes d loss / d logp (N,) of these tokens. Without rows of all tokens; then it returns Sums in one row."""
-    launch, count = token_launch(logp.device), inputs.num_sequences
+    launch, count = launch_of(logp.device).tokens, inputs.num_sequences
     given = (
         logp, dlogp, inputs.advantage, inputs.dloss_direct, inputs.dloss_via_ratio, inputs.old, inputs.ref,
         inputs.surrogate_scale, inputs.numbers, Variant(inputs.surrogate, inputs.kl, inputs.surrogate in CLIPPING),

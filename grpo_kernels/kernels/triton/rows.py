@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import row_launch
+from ..launch import launch_of
 from ..operations import LogitChunk, LogitTransform, Rows, TeacherTransform
 from .divergence import Pair, Side, divergence_gradient
 from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
@@ -415,7 +415,7 @@ def row_options(chunk: LogitChunk, out: Tensor | None = None) -> tuple[tuple[int
     """(grid, what is compiled in) of a kernel that writes rows of `out`."""
     logits, softcap = chunk.logits, chunk.transform.softcap
     count, vocab = logits.shape
-    launch = row_launch(logits.device, vocab, logits.dtype)
+    launch = launch_of(logits.device).rows
     overlap = out is not None and out.data_ptr() == logits.data_ptr() and out.dtype != logits.dtype
     options = RowOptions(softcap != 0.0, vocab % GROUP.value != 0, launch.rows, launch.block, overlap)
     if chunk.teacher is not None:
