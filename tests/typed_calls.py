@@ -24,7 +24,7 @@ def kept_ids(completion_ids: Tensor, of_engine: Sequence[Sequence[Sequence[int]]
 
 
 def entries(of_engine: list[list[dict[int, float]]], pairs: list[list[list[tuple[float, int]]]]) -> list[TopKTeacher]:
-    return [TopKTeacher.from_lists(of_engine), TopKTeacher.from_lists(pairs, mode="truncate")]
+    return [TopKTeacher.from_lists(of_engine), TopKTeacher.from_lists(pairs, mode="tail")]
 
 
 def loss(hidden: Tensor, weight: Tensor, ids: Tensor, mask: SamplingMask) -> tuple[Tensor, dict[str, Tensor]]:
