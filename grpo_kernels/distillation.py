@@ -103,9 +103,9 @@ def fused_distillation_loss(
                     "outside of torch.compile and of the capture of a CUDA graph"
                 )
             mask = teacher.sampling_mask  # nothing needs the logits of other ids
-        options = LossOptions(
-            completion_mask=completion_mask, cu_seqlens=cu_seqlens, normalizer=normalizer, backend=backend
-        )
+        options: LossOptions = {
+            "completion_mask": completion_mask, "cu_seqlens": cu_seqlens, "normalizer": normalizer, "backend": backend
+        }  # fmt: skip
         like = hidden[..., 0]  # of the shape of the tokens
         advantages = hidden.new_zeros(num_sequences_of(like, cu_seqlens), 1, dtype=torch.float32)
         batch = check_loss_inputs(advantages, mask, options, config, like, "hidden", dtype, teacher=teacher)
