@@ -39,7 +39,7 @@ import grpo_kernels as gk
 from grpo_kernels import reference as specification
 from grpo_kernels.commands.harness import size_of_loss
 from grpo_kernels.config import SURROGATE_RULES, Surrogate
-from grpo_kernels.head.loop import HeadPass
+from grpo_kernels.head.loop import TokenBatch
 
 WALK = [(x, backend) for x in CASES for backend in ("cpu", "torch", *(("triton", "cuda") if x in KERNEL_CASES else ()))]
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -103,6 +103,6 @@ def test_sequences_are_one_chunk_or_their_logits_are_computed_again(monkeypatch,
     batch, calls = make_batch(3), []
     batch = off_policy(batch) if off else batch.with_options(ref_logps=batch.hidden.new_full(batch.ids.shape, -3.0))
     for method in ("sequences", "backward"):
-        call_counter(monkeypatch, HeadPass, method, calls, lambda *_, method=method, **__: method)
+        call_counter(monkeypatch, TokenBatch, method, calls, lambda *_, method=method, **__: method)
     fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
     assert set(calls) == expected

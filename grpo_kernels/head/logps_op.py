@@ -32,7 +32,7 @@ from .gradients import refuse_double_backward
 from .k_ids import KLogps
 from .kept import make_token_mask
 from .lm_head import LMHead
-from .loop import HeadPass
+from .loop import TokenBatch
 from .products import pinned_matmul_precision
 from .shared import (
     is_capturing,
@@ -111,7 +111,7 @@ class Opened(NamedTuple):
     """A pass for log-probabilities alone; its tokens."""
 
     head: LMHead
-    tokens: HeadPass
+    tokens: TokenBatch
     mask: Optional[Tensor]  # (N,) bool, None where there is none
     every_row: bool  # no shape may depend on values
     chosen: Selection
@@ -148,7 +148,7 @@ def open_pass(
     if isinstance(teacher, KLogps) and not any(wants):
         sampled = torch.full_like(sampled, -1)  # no id apart in the sums, which are the same for any K ids of a token
     sampled = sampled if mask is None else torch.where(mask, sampled, 0)
-    tokens = HeadPass(
+    tokens = TokenBatch(
         head, sampled.contiguous().long(), temperature, LogitTransform(logit_scale, softcap), stats,
         sparse_backward=theta or None, teacher=teacher,
     )  # fmt: skip

@@ -42,8 +42,8 @@ class Loss(Protocol):
     def of_all(self) -> tuple[Tensor, Tensor]: ...
 
 
-class HeadPass:
-    """What the chunks of a call share: a head, the tokens (N,) whose statistics it writes, and how rows are read."""
+class TokenBatch:
+    """The tokens (N,) of a call: their head, their statistics, and how the gradients of their logits are computed."""
 
     def __init__(
         self, head: Head, ids: Tensor, temperature: Tensor, transform: LogitTransform, stats: Statistics,
@@ -54,7 +54,7 @@ class HeadPass:
         self.ids = head.local_ids(ids)
         self.temperature, self.transform, self.stats, self.teacher = temperature, transform, stats, teacher
         self.mask: DenseMask | None = None
-        self.kept: HeadPass | None = None  # tokens that keep few ids, by products over those
+        self.kept: TokenBatch | None = None  # tokens that keep few ids, by products over those
         self.kept_logits: KeptLogits | None = None
         self.pairs: SparsePairs | None = None
         if sparse_backward is not None and isinstance(head, LMHead):  # which GivenLogits refuse
@@ -81,7 +81,7 @@ class HeadPass:
         if found.matrices:
             logits = KeptLogits(mask, found.matrices, self.sampled_ids, head, dtype)
             self.kept_logits = logits
-            self.kept = HeadPass(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
+            self.kept = TokenBatch(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
             if isinstance(self.teacher, GivenTopK):
                 self.kept.teacher = KeptTeacher(self.teacher, logits, self.temperature)
             for chunk in self.kept.chunks(None, Chunk):
@@ -124,7 +124,7 @@ class HeadPass:
         teacher = self.teacher
         if isinstance(teacher, PolicyTopK) and teacher.mass is not None:
             ids, transform = torch.zeros_like(self.sampled_ids), LogitTransform(*teacher.transform[2:])
-            HeadPass(teacher.head, ids, self.temperature, transform, teacher.stats).forward(index, entropy=False)
+            TokenBatch(teacher.head, ids, self.temperature, transform, teacher.stats).forward(index, entropy=False)
             teacher.head.release()
 
     def forward(self, index: Tensor | None, *, entropy: bool = True) -> None:
@@ -225,68 +225,70 @@ class Chunk:
 
     holds_logits = True  # else what it holds has the type of gradients
 
-    def __init__(self, shared: HeadPass, rows: Rows, sequences: slice | None = None) -> None:
-        self.shared, self.rows, self.sequences = shared, rows, sequences
+    def __init__(self, batch: TokenBatch, rows: Rows, sequences: slice | None = None) -> None:
+        self.batch, self.rows, self.sequences = batch, rows, sequences
 
     def forward(self) -> None:
         """Computes the logits and writes the statistics of the tokens."""
-        p, rows = self.shared, self.rows
+        batch, rows = self.batch, self.rows
         read = self._read()
-        if p.mask is not None:
-            p.backend.statistics(read._replace(stats=p.mask.full))
-            p.mask.apply(read)
-        p.backend.statistics(read)
-        if p.vocab_slice is not None:
-            p.vocab_slice.combine(rows, p.sampled_ids, p.stats)
-        if p.teacher is not None:
-            p.teacher.put(read, p.backend)
+        if batch.mask is not None:
+            batch.backend.statistics(read._replace(stats=batch.mask.full))
+            batch.mask.apply(read)
+        batch.backend.statistics(read)
+        if batch.vocab_slice is not None:
+            batch.vocab_slice.combine(rows, batch.sampled_ids, batch.stats)
+        if batch.teacher is not None:
+            batch.teacher.put(read, batch.backend)
 
     def read_again(self) -> None:
         """Computes the logits of tokens whose statistics are known."""
         read = self._read()
-        if self.shared.mask is not None:
-            self.shared.mask.apply(read)
+        if self.batch.mask is not None:
+            self.batch.mask.apply(read)
 
     def _read(self) -> LogitChunk:
-        p = self.shared
-        logits = p.head.logits(self.rows)
-        teacher = p.teacher.beside(p.head, self.rows) if isinstance(p.teacher, TeacherHead) else None
-        given = p.ids, p.temperature, p.stats, p.transform, p.head.folded_bias, teacher
+        batch = self.batch
+        logits = batch.head.logits(self.rows)
+        teacher = batch.teacher.beside(batch.head, self.rows) if isinstance(batch.teacher, TeacherHead) else None
+        given = batch.ids, batch.temperature, batch.stats, batch.transform, batch.head.folded_bias, teacher
         self.read = LogitChunk(logits, self.rows, *given)
         return self.read
 
     def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Adds the chunk's part of the gradients of the head, from d loss / d logp and d loss / d entropy (N,)."""
-        p = self.shared
-        if p.pairs is None:
+        batch = self.batch
+        if batch.pairs is None:
             self.add_gradient(dlogp, dentropy)
         else:
-            p.pairs.add(self.read, (dlogp, dentropy), None if p.mask is None else p.mask.masked)
+            batch.pairs.add(self.read, (dlogp, dentropy), None if batch.mask is None else batch.mask.masked)
 
     def add_gradient(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Writes the gradient of the logits and adds its products."""
-        p, read, rows = self.shared, self.read, self.rows
-        head, weight = p.head, None if p.teacher is None else p.teacher.weight
+        batch, read, rows = self.batch, self.read, self.rows
+        head, weight = batch.head, None if batch.teacher is None else batch.teacher.weight
         written = head.row_gradients(rows, read.logits)
         if not isinstance(head, KeptLogits) and head.grad_dtype == torch.float16 and rows.count:
             largest = torch.maximum(rows.take(dlogp).abs(), rows.take(dentropy).abs())
             if weight is not None:
                 largest = torch.maximum(largest, rows.take(weight).abs())
-            scale = head.scale_gradients((largest * (p.transform.logit_scale / rows.take(p.temperature))).amax())
+            scale = head.scale_gradients(
+                (largest * (batch.transform.logit_scale / rows.take(batch.temperature))).amax()
+            )
             dlogp, dentropy = dlogp * scale, dentropy * scale
             weight = None if weight is None else weight * scale
         if weight is not None and read.teacher is not None:
             read = read._replace(teacher=read.teacher._replace(weight=weight))
         entries = None
-        if weight is not None and isinstance(p.teacher, KIds):
-            read, dlogp, dentropy, entries = p.teacher.patch(read, p.sampled_ids, (dlogp, dentropy, weight))
+        if weight is not None and isinstance(batch.teacher, KIds):
+            read, dlogp, dentropy, entries = batch.teacher.patch(read, batch.sampled_ids, (dlogp, dentropy, weight))
         rounds = isinstance(head, LMHead) and head.grad_dtype.itemsize == 2
-        logp = p.sampled_logps(read) if rounds else None  # before the gradient takes the place of the logits
-        p.backend.gradient(read, dlogp, dentropy, written)
+        logp = batch.sampled_logps(read) if rounds else None  # before the gradient takes the place of the logits
+        batch.backend.gradient(read, dlogp, dentropy, written)
         if entries is not None:
             entries.write(written)
         if isinstance(head, LMHead) and logp is not None:
-            found = p.sampled_entries(rows, logp, dlogp, dentropy)
+            found = batch.sampled_entries(rows, logp, dlogp, dentropy)
             head.accumulate(rows, written, found if weight is None else found.as_rounded(written))
         else:
             head.accumulate(rows, written)
@@ -296,18 +298,18 @@ class Exponentials(Chunk):
     """Tokens whose logits are read once, as exponentials of them take their place: the loss gives the scale."""
 
     def forward(self) -> None:
-        p, head = self.shared, self.shared.head
-        assert isinstance(head, LMHead) and p.backend.exponentials is not None
+        batch, head = self.batch, self.batch.head
+        assert isinstance(head, LMHead) and batch.backend.exponentials is not None
         read = self._read()
         self.exponentials = head.row_gradients(self.rows, read.logits)
-        self.unit = p.backend.exponentials(read, p.head_chunk(self.rows), self.exponentials)
+        self.unit = batch.backend.exponentials(read, batch.head_chunk(self.rows), self.exponentials)
 
     def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
-        head, own = self.shared.head, self.rows.take(dlogp)
+        head, own = self.batch.head, self.rows.take(dlogp)
         assert isinstance(head, LMHead)
         # A token without a gradient has none whatever its row holds.
         scale = torch.where(own == 0, 0.0, -own * self.unit)
-        sampled = self.shared.sampled_entries(self.rows, self.rows.take(self.shared.stats.logp), dlogp)
+        sampled = self.batch.sampled_entries(self.rows, self.rows.take(self.batch.stats.logp), dlogp)
         head.accumulate_scaled(self.rows, self.exponentials, scale, sampled)
 
 
@@ -317,11 +319,11 @@ class FusedExponentials(Exponentials):
     holds_logits = False
 
     def forward(self) -> None:
-        p, head = self.shared, self.shared.head
-        assert isinstance(head, LMHead) and p.backend.fused_exponentials is not None
+        batch, head = self.batch, self.batch.head
+        assert isinstance(head, LMHead) and batch.backend.fused_exponentials is not None
         self.exponentials = head.scratch.gradients(self.rows.count)
-        found, self.unit = p.backend.fused_exponentials(p.head_chunk(self.rows), self.exponentials)
-        p.put(self.rows, found)
+        found, self.unit = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
+        batch.put(self.rows, found)
 
 
 def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, slice]]:
@@ -336,31 +338,33 @@ def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, s
         yield start, stop, slice(first, len(lengths))
 
 
-def run(p: HeadPass, loss: Loss, chosen: Selection, *, gradients: bool, has_entropy: bool, every_row: bool) -> None:
+def run(
+    batch: TokenBatch, loss: Loss, chosen: Selection, *, gradients: bool, has_entropy: bool, every_row: bool
+) -> None:
     """Makes the statistics of a batch known and, with `gradients`, leaves the gradients of the loss in the head.
 
     has_entropy: a gradient goes through the entropy. every_row: no shape depends on the data.
     """
-    if p.teacher is not None:
-        p.normalise_teacher(chosen.scored)
+    if batch.teacher is not None:
+        batch.normalise_teacher(chosen.scored)
     lengths = chosen.lengths
-    fits = lengths is not None and max(lengths, default=0) <= p.head.sequence_rows
+    fits = lengths is not None and max(lengths, default=0) <= batch.head.sequence_rows
     if not gradients or loss.by_batch or (loss.by_sequence and not fits):
-        p.forward(chosen.scored)
+        batch.forward(chosen.scored)
         if gradients:
-            p.backward(*loss.of_all(), every_row=every_row)
+            batch.backward(*loss.of_all(), every_row=every_row)
         return
     if chosen.scored_only is not None:
-        p.forward(chosen.scored_only)
-    kind = p.chunk_kind(has_entropy)
+        batch.forward(chosen.scored_only)
+    kind = batch.chunk_kind(has_entropy)
     if loss.by_sequence and lengths is not None:
-        chunks = p.sequences(chosen.has_gradient, lengths, kind)
+        chunks = batch.sequences(chosen.has_gradient, lengths, kind)
     else:
-        chunks = p.chunks(chosen.has_gradient, kind)
+        chunks = batch.chunks(chosen.has_gradient, kind)
     for chunk in chunks:
         chunk.forward()
         # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.
         chunk.backward(*(loss(chunk.rows, chunk.sequences) if len(chunks) > 1 else loss.of_all()))
-    p.finish()
-    if p.kept is not None:
-        p.backward_kept(*loss.of_all())
+    batch.finish()
+    if batch.kept is not None:
+        batch.backward_kept(*loss.of_all())

@@ -38,7 +38,7 @@ from .chunk_size import select_tokens
 from .gradients import PrecomputedGradients, compute_in_forward, refuse_double_backward, scaled_copy, stored_dtype
 from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
-from .loop import HeadPass, run
+from .loop import TokenBatch, run
 from .products import pinned_matmul_precision
 from .shared import (
     is_capturing,
@@ -154,13 +154,15 @@ def _loss_of_head(
     transform = LogitTransform(config.logit_scale, config.logit_softcap or 0.0)
     if teacher is not None:
         teacher.weight = config.distill_coef * tokens.dloss_direct
-    p = HeadPass(
+    token_batch = TokenBatch(
         head, tokens.ids, tokens.temperature, transform, stats, sparse_backward=config.sparse_backward, teacher=teacher
     )
     chosen = None
     sequences = tokens.sequences if by_sequence else None
     if mask is not None:
-        chosen = p.add_mask(mask, tokens.scored, tokens.has_gradient, None if sequences is None else sequences.offsets)
+        chosen = token_batch.add_mask(
+            mask, tokens.scored, tokens.has_gradient, None if sequences is None else sequences.offsets
+        )
     if chosen is None:
         chosen = select_tokens(tokens.scored, tokens.has_gradient, sequences, every_row=every_row)
     divergence = None if teacher is None else teacher.divergence
@@ -171,16 +173,16 @@ def _loss_of_head(
         fused = fused_objective(call.batch, tokens, stats.logp.dtype)
         loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence, fused=fused)
     has_entropy = tokens.rules.has_entropy
-    run(p, loss, chosen, gradients=any(call.wants), has_entropy=has_entropy, every_row=every_row)
+    run(token_batch, loss, chosen, gradients=any(call.wants), has_entropy=has_entropy, every_row=every_row)
     if every_row and tokens.scored is not None:  # rows that do not count were computed too
         for x in (stats.logp, stats.entropy, *([] if divergence is None else [divergence])):
             x.copy_(torch.where(tokens.scored, x, 0.0))
     value, found = loss.finish()
     others = []
     if mask is not None:
-        others.append(p.mask_sums())
-    if p.pairs is not None:
-        others.append(p.pairs.sums())
+        others.append(token_batch.mask_sums())
+    if token_batch.pairs is not None:
+        others.append(token_batch.pairs.sums())
     if isinstance(teacher, TopKHead) and teacher.mass is not None:
         counted = teacher.mass if tokens.scored is None else torch.where(tokens.scored, teacher.mass, 0.0)
         others.append(counted.sum()[None])
