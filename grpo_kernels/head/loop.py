@@ -148,7 +148,7 @@ class TokenBatch:
                 has_gradient.index_fill_(0, self.kept_logits.index, False)
             index = has_gradient.nonzero().squeeze(1)
         for chunk in self.chunks(index, Chunk):
-            chunk.read_again()
+            chunk.recompute_logits()
             chunk.backward(dlogp, dentropy)
         self.finish()
         self.backward_kept(dlogp, dentropy)
@@ -157,7 +157,7 @@ class TokenBatch:
         """Of the tokens that keep few ids, whose logits are all there: after all dense products."""
         if self.kept is not None and self.kept_logits is not None:
             for chunk in self.kept.chunks(None, Chunk):
-                chunk.read_again()
+                chunk.recompute_logits()
                 chunk.backward(dlogp, dentropy)
             self.kept_logits.finish()
 
@@ -167,7 +167,7 @@ class TokenBatch:
             return
         if self.pairs.coefficients is not None:
             for chunk in self.chunks(self.pairs.dense(), Chunk):
-                chunk.read_again()
+                chunk.recompute_logits()
                 chunk.add_gradient(*self.pairs.coefficients)
         self.pairs.finish()
 
@@ -241,7 +241,7 @@ class Chunk:
         if batch.teacher is not None:
             batch.teacher.put(read, batch.backend)
 
-    def read_again(self) -> None:
+    def recompute_logits(self) -> None:
         """Computes the logits of tokens whose statistics are known."""
         read = self._read()
         if self.batch.mask is not None:
