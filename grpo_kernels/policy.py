@@ -18,7 +18,7 @@ from .head.gradients import PrecomputedGradients, compute_in_forward
 from .head.logps_op import LogpsCall, check_call, open_pass
 from .head.loop import run
 from .head.products import pinned_matmul_precision
-from .head.shared import requires_grad_flags, table_dtype, unseen_by_modes
+from .head.shared import hide_from_dispatch_modes, requires_grad_flags, table_dtype
 from .inputs import check_logps_inputs
 from .kernels.operations import Rows, Statistics
 from .objective.sequences import Sequences
@@ -149,7 +149,7 @@ class _Call:
     grad_enabled: bool  # in the caller's context; inside an autograd.Function it is always off
 
 
-@unseen_by_modes
+@hide_from_dispatch_modes
 def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:

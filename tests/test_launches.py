@@ -42,7 +42,7 @@ def launches(monkeypatch):
     for name in ("head.loss_op.check_values", "inputs.check_token_values", "head.kept.check_kept_ids"):
         monkeypatch.setattr(f"grpo_kernels.{name}", lambda *given: None)
     monkeypatch.setattr(chunk_size, "reads_back_late", lambda device: True)
-    monkeypatch.setattr(loss_op, "takes_operator", lambda hidden, *given: False)
+    monkeypatch.setattr(loss_op, "uses_custom_op", lambda hidden, *given: False)
     monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
     monkeypatch.setitem(kept.WIDTHS, "cpu", kept.WIDTHS["cuda"])
     kept._kinds.cache_clear()

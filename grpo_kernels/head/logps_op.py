@@ -35,6 +35,7 @@ from .lm_head import LMHead
 from .loop import TokenBatch
 from .products import pinned_matmul_precision
 from .shared import (
+    hide_from_dispatch_modes,
     is_capturing,
     no_gradients,
     refuse_capture,
@@ -43,8 +44,7 @@ from .shared import (
     save_tensors,
     saved_tensors,
     table_dtype,
-    takes_operator,
-    unseen_by_modes,
+    uses_custom_op,
 )
 from .teacher import TeacherHead, TopKHead, new_teacher, teacher_from_key, teacher_to_key
 from .vocab_parallel import VocabSlice, signature, vocab_size_of
@@ -90,7 +90,7 @@ def logps_from_hidden(
     is None without a teacher.
     """
     refuse_when_traced(hidden, "vocab_parallel_group", call.vocab_slice)
-    if takes_operator(hidden, call.vocab_slice):
+    if uses_custom_op(hidden, call.vocab_slice):
         teacher, of_teacher = teacher_to_key(call.teacher)
         tokens, types = [*call.tokens, *of_teacher], (call.compute_dtype, call.logits_dtype)
         options = call.want_entropy, call.backend, *types, call.top_k, teacher, call.divergence.key
@@ -181,7 +181,7 @@ def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
     return stored(x)[0].contiguous() if mask is None else torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, fill)
 
 
-@unseen_by_modes
+@hide_from_dispatch_modes
 def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
     """(statistics, 0 at masked positions, and the teacher with its divergence). To be called under no_grad."""
     hidden, count = inputs[0], inputs[0].numel() // inputs[0].shape[-1]
@@ -231,7 +231,7 @@ def _results(
     return _shaped(logp, hidden), _shaped(stats.entropy, hidden), divergence, ids
 
 
-@unseen_by_modes
+@hide_from_dispatch_modes
 def _compute_gradients(
     outer: Sequence[Tensor],
     inputs: Inputs,

@@ -41,13 +41,13 @@ from .lm_head import GivenLogits, LMHead
 from .loop import TokenBatch, run
 from .products import pinned_matmul_precision
 from .shared import (
+    hide_from_dispatch_modes,
     is_capturing,
     no_gradients,
     refuse_capture,
     refuse_when_traced,
     table_dtype,
-    takes_operator,
-    unseen_by_modes,
+    uses_custom_op,
 )
 from .teacher import TeacherHead, TopKHead, knows_mass, new_teacher, teacher_from_key, teacher_to_key
 from .vocab_parallel import VocabSlice, signature, vocab_size_of
@@ -81,7 +81,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
     hidden, weight and bias. With a teacher the divergence comes last."""
     refuse_when_traced(hidden, "vocab_parallel_group", call.vocab_slice)
     refuse_when_traced(hidden, "accumulate_into", call.accumulate_into)
-    if takes_operator(hidden, call.vocab_slice, call.accumulate_into):
+    if uses_custom_op(hidden, call.vocab_slice, call.accumulate_into):
         batch, (teacher, of_teacher) = call.batch, teacher_to_key(call.teacher)
         loss, logps, entropy, found, others, divergence, *_ = grpo_loss(
             hidden, weight, bias, tokens=[call.completion_ids, *batch.tokens, *of_teacher], num_groups=batch.num_groups,
@@ -96,7 +96,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         return _compute(hidden, weight, bias, call)[0]
 
 
-@unseen_by_modes
+@hide_from_dispatch_modes
 def _compute(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
@@ -230,7 +230,7 @@ def loss_from_logits(logits: Tensor, call: LossCall, *, inplace: bool) -> tuple[
     )
 
 
-@unseen_by_modes
+@hide_from_dispatch_modes
 def _compute_from_logits(
     logits: Tensor, *, call: LossCall, inplace: bool
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:

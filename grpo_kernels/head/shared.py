@@ -23,7 +23,7 @@ def is_traced(hidden: Tensor) -> bool:
     return _has_tracer(hidden) or torch._C._len_torch_dispatch_stack() > 0
 
 
-def takes_operator(hidden: Tensor, *eager_only: object) -> bool:
+def uses_custom_op(hidden: Tensor, *eager_only: object) -> bool:
     """`is_traced`, for an operator without the arguments `eager_only`: where one of these is given, dispatch modes see
     nothing of the call."""
     return is_traced(hidden) and all(x is None for x in eager_only)
@@ -45,7 +45,7 @@ def _has_tracer(hidden: Tensor) -> bool:
     return any(getattr(mode, "_mode_key", None) is not None for mode in modes)  # those that torch knows by a key
 
 
-def unseen_by_modes(function: Function) -> Function:
+def hide_from_dispatch_modes(function: Function) -> Function:
     """Let no dispatch mode see what `function` does: kernels write through addresses, and over what they have read, so
     that a mode which keeps results (selective checkpointing) or wraps them would have the wrong ones."""
 

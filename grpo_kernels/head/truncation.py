@@ -16,7 +16,7 @@ from ..kernels.torch.transform import transformed
 from ..sampling_mask import SamplingMask
 from .logps_op import Inputs, LogpsCall, check_call, open_pass
 from .products import pinned_matmul_precision
-from .shared import is_capturing, table_dtype, unseen_by_modes
+from .shared import hide_from_dispatch_modes, is_capturing, table_dtype
 
 LIKELIEST = 256  # ids of a row among which the end of top_p is looked for first, then among 16 times as many
 PARTS = 8  # of a chunk: what stands beside its logits is some times as large as one of them
@@ -73,7 +73,7 @@ def _border(z: Tensor, top: Tensor, enough: Tensor, width: int) -> Tensor:
     return border
 
 
-@unseen_by_modes
+@hide_from_dispatch_modes
 @torch.no_grad()
 def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> SamplingMask:
     """The kept ids of the call's tokens, with `mass` and `added`."""
