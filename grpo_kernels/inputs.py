@@ -37,7 +37,7 @@ from .config import (
 )
 from .head.logps_op import Inputs, LogpsCall, LogpsTokens
 from .head.loss_op import LossCall
-from .head.shared import requires_grad_flags, table_dtype
+from .head.shared import requires_grad_flags, statistics_dtype
 from .head.vocab_parallel import broadcast_failure, check_group, exchange_and_check
 from .kernels import choose_backend
 from .objective.metrics import Batch
@@ -126,7 +126,7 @@ def check_loss_inputs(
     if sampling_mask is not None:
         check_sampling_mask(sampling_mask, shape, like)
     num_sequences = num_sequences_of(like, cu_seqlens, input_name)
-    layout = TokenLayout(shape, num_sequences, cu_seqlens, like, table_dtype(dtype))
+    layout = TokenLayout(shape, num_sequences, cu_seqlens, like, statistics_dtype(dtype))
     mask = mask_per_token(options.get("completion_mask"), shape, like)
     _check_combinations(options, config)
     advantages, groups, moments = _advantages_of(advantages, options, config, layout, mask)
@@ -297,7 +297,7 @@ def check_logps_inputs(
     of_tokens, number = None, 1.0
     if isinstance(temperature, Tensor):
         num_sequences = -1 if cu_seqlens is None and one.dim() == 1 else num_sequences_of(one, cu_seqlens)
-        layout = TokenLayout(one.shape, num_sequences, cu_seqlens, hidden, table_dtype(dtype))
+        layout = TokenLayout(one.shape, num_sequences, cu_seqlens, hidden, statistics_dtype(dtype))
         of_tokens = per_token("temperature", temperature, layout)
     else:
         number = float(temperature)

@@ -22,7 +22,7 @@ from .checks.arguments import (
 from .checks.tokens import check_token_tensor
 from .config import check_flag
 from .head.loss_op import LossCall, loss_from_hidden, loss_from_logits, policy_loss
-from .head.shared import requires_grad_flags, table_dtype
+from .head.shared import requires_grad_flags, statistics_dtype
 from .inputs import LossOptions, agreed, check_loss_inputs, forwards_loss_options, read_config
 from .objective.metrics import Batch, Measured
 from .sampling_mask import SamplingMask
@@ -256,7 +256,7 @@ def grpo_loss_from_logps(
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """A copy in float32 or better with 0 where masked."""
-    x = x.detach().to(table_dtype(x.dtype), copy=mask is None)
+    x = x.detach().to(statistics_dtype(x.dtype), copy=mask is None)
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 

@@ -18,7 +18,7 @@ from .head.gradients import PrecomputedGradients, compute_in_forward
 from .head.logps_op import LogpsCall, check_call, open_pass
 from .head.loop import run
 from .head.products import pinned_matmul_precision
-from .head.shared import hide_from_dispatch_modes, requires_grad_flags, table_dtype
+from .head.shared import hide_from_dispatch_modes, requires_grad_flags, statistics_dtype
 from .inputs import check_logps_inputs
 from .kernels.operations import Rows, Statistics
 from .objective.sequences import Sequences
@@ -154,7 +154,7 @@ def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     scores, device, wants = call.scores, hidden.device, call.wants
-    ids, dtype = scores.tokens.completion_ids, table_dtype(scores.compute_dtype or hidden.dtype)
+    ids, dtype = scores.tokens.completion_ids, statistics_dtype(scores.compute_dtype or hidden.dtype)
     stats = Statistics.zeros(ids.numel(), device, dtype)
     check_call(scores, weight.shape[0], call.cu_seqlens)
     head, tokens, mask, _, chosen = open_pass(

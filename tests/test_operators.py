@@ -11,7 +11,7 @@ from torch._library.custom_ops import CustomOpDef
 import grpo_kernels as gk
 from grpo_kernels import rewards
 from grpo_kernels.head import logps_op, loss_op
-from grpo_kernels.head.shared import table_dtype
+from grpo_kernels.head.shared import statistics_dtype
 from grpo_kernels.head.teacher import teacher_to_key
 from grpo_kernels.kernels.fused_objective import Sums
 
@@ -26,13 +26,13 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     kept = sampling_mask.ids, sampling_mask.counts
     tokens = list(
         token_inputs(
-            batch.ids, table_dtype(dtype), advantages=batch.advantages, completion_mask=mask, old_logps=old,
+            batch.ids, statistics_dtype(dtype), advantages=batch.advantages, completion_mask=mask, old_logps=old,
             ref_logps=old - 0.1, group_index=index, kept_ids=kept[0], kept_counts=kept[1],
         )[0]
     )  # fmt: skip
     key, sparse = (gk.GRPOConfig(beta=0.1, sparse_backward=theta).key for theta in (None, 2**-6))
     name = "torch" if dtype == torch.float64 else "cpu"
-    wide = table_dtype(dtype)
+    wide = statistics_dtype(dtype)
     logps, entropy = (torch.randn(4, 6, dtype=wide).requires_grad_() for _ in range(2))
     stats = [torch.randn(24, dtype=t) for t in (wide, torch.float64)]
     grads = [torch.randn(4, 6, dtype=wide), torch.zeros(4, 6, dtype=wide)]

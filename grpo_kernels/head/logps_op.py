@@ -43,7 +43,7 @@ from .shared import (
     requires_grad_flags,
     save_tensors,
     saved_tensors,
-    table_dtype,
+    statistics_dtype,
     uses_custom_op,
 )
 from .teacher import TeacherHead, TopKHead, new_teacher, teacher_from_key, teacher_to_key
@@ -185,7 +185,7 @@ def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
 def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
     """(statistics, 0 at masked positions, and the teacher with its divergence). To be called under no_grad."""
     hidden, count = inputs[0], inputs[0].numel() // inputs[0].shape[-1]
-    dtype = table_dtype(call.compute_dtype or hidden.dtype)
+    dtype = statistics_dtype(call.compute_dtype or hidden.dtype)
     with pinned_matmul_precision(hidden.device):
         vocab_size = vocab_size_of(inputs[1], call.vocab_slice)
         check_call(call, vocab_size)
@@ -324,7 +324,7 @@ def _(
     hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype, logits_dtype, top_k, teacher,
     config_key,
 ):  # fmt: skip
-    dtype, shape = table_dtype(compute_dtype or hidden.dtype), hidden.shape[:-1]
+    dtype, shape = statistics_dtype(compute_dtype or hidden.dtype), hidden.shape[:-1]
     count, found = math.prod(shape), (*shape, top_k) if top_k else 0
     of_logps, of_teacher = found if top_k else tokens[0].shape, shape if teacher else 0
     results = (of_logps, dtype), (shape, dtype), (of_teacher, dtype), (count, dtype), (count, torch.float64)

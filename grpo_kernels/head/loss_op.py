@@ -46,7 +46,7 @@ from .shared import (
     no_gradients,
     refuse_capture,
     refuse_when_traced,
-    table_dtype,
+    statistics_dtype,
     uses_custom_op,
 )
 from .teacher import TeacherHead, TopKHead, knows_mass, new_teacher, teacher_from_key, teacher_to_key
@@ -107,7 +107,7 @@ def _compute(
         ids = torch.full(call.batch.shape, -1, dtype=torch.int64, device=hidden.device)
     inputs = TokenInputs(*stored(*call.batch.tokens))
     with pinned_matmul_precision(hidden.device):
-        dtype = table_dtype(call.compute_dtype or hidden.dtype)
+        dtype = statistics_dtype(call.compute_dtype or hidden.dtype)
         teacher = None
         if call.teacher is not None:
             vocab_size = vocab_size_of(weight, call.vocab_slice)
@@ -242,7 +242,7 @@ def _compute_from_logits(
     writes = any(call.wants) or inputs.kept_ids is not None  # gradients; -inf for ids that were not kept
     if (writes and not reused) or flat.stride(-1) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
-    config, dtype = call.batch.config, table_dtype(logits.dtype)
+    config, dtype = call.batch.config, statistics_dtype(logits.dtype)
     assert call.completion_ids is not None
     tokens = plan(inputs, call.completion_ids, config, dtype, per_sequence=call.batch.per_sequence)
     if any(call.wants) and tokens.scored is not None:
@@ -310,7 +310,7 @@ def _batch_of(
 
 @grpo_loss.register_fake
 def _(hidden, weight, bias, tokens, num_groups, per_sequence, config_key, backend, compute_dtype, wants, teacher=""):
-    shape, dtype, f = hidden.shape[:-1], table_dtype(compute_dtype or hidden.dtype), hidden.new_empty
+    shape, dtype, f = hidden.shape[:-1], statistics_dtype(compute_dtype or hidden.dtype), hidden.new_empty
     given = tokens[1 : 1 + len(TokenInputs._fields)]
     batch = _batch_of(shape, given, num_groups, per_sequence, config_key, backend)
     given = (hidden, weight, weight if bias is None else bias)
@@ -363,7 +363,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (loss, what metrics are computed from, d loss / d logps, d loss / d entropy), all O(N) and in float32 or
     better."""
-    inputs, config, dtype = TokenInputs(*stored(*tokens)), config_from_key(config_key), table_dtype(logps.dtype)
+    inputs, config, dtype = TokenInputs(*stored(*tokens)), config_from_key(config_key), statistics_dtype(logps.dtype)
     check_offsets(inputs.cu_seqlens, logps.numel())
     check_token_values(inputs)
     with torch.no_grad():
@@ -382,7 +382,7 @@ def policy_loss(
 
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, per_sequence, config_key, backend):
-    f, dtype = logps.new_empty, table_dtype(logps.dtype)
+    f, dtype = logps.new_empty, statistics_dtype(logps.dtype)
     batch = _batch_of(logps.shape, tokens, num_groups, per_sequence, config_key, backend)
     return (
         f((), dtype=dtype),

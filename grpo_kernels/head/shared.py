@@ -13,7 +13,7 @@ from torch.utils import _python_dispatch as dispatch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def table_dtype(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for everything but float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -16,7 +16,7 @@ from ..kernels.torch.transform import transformed
 from ..sampling_mask import SamplingMask
 from .logps_op import Inputs, LogpsCall, check_call, open_pass
 from .products import pinned_matmul_precision
-from .shared import hide_from_dispatch_modes, is_capturing, table_dtype
+from .shared import hide_from_dispatch_modes, is_capturing, statistics_dtype
 
 LIKELIEST = 256  # ids of a row among which the end of top_p is looked for first, then among 16 times as many
 PARTS = 8  # of a chunk: what stands beside its logits is some times as large as one of them
@@ -80,7 +80,7 @@ def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> Samp
     ids, device = call.tokens.completion_ids, inputs[0].device
     if is_capturing(device):
         raise ValueError("sampling_support was called under capture of a CUDA graph; the ids are counted on the host")
-    dtype = table_dtype(call.compute_dtype or inputs[0].dtype)
+    dtype = statistics_dtype(call.compute_dtype or inputs[0].dtype)
     counts = torch.zeros(ids.numel(), dtype=torch.int32, device=device)
     mass, added = torch.zeros_like(counts, dtype=dtype), torch.zeros_like(counts, dtype=torch.bool)
     found = [counts[:0]]
