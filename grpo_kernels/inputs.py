@@ -22,7 +22,7 @@ from .checks.arguments import (
     checks_values,
     num_sequences_of,
 )
-from .checks.plain import full_weight
+from .checks.plain import gather_dtensor
 from .checks.table import ARGUMENTS, NUMBER_ARGUMENTS, TOKEN_ARGUMENTS
 from .checks.table import LossOptions as LossOptions
 from .checks.tokens import TokenLayout, check_token_values, mask_per_token, one_number, per_token
@@ -90,7 +90,7 @@ def agreed(
     of ranks that hold slices of the vocabulary, they agree on it, or all raise."""
     hidden, weight, bias = inputs
     if group is None:
-        weight, bias = full_weight(weight), full_weight(bias)
+        weight, bias = gather_dtensor(weight), gather_dtensor(bias)
         return weight, bias, check(weight, bias)
     check_group(group)
     with broadcast_failure(group, hidden):

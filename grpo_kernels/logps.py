@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from .checks.plain import full_weight
+from .checks.plain import gather_dtensor
 from .config import check_count, check_number
 from .head.logps_op import Inputs, LogpsCall, logps_from_hidden
 from .head.shared import refuse_when_traced
@@ -169,7 +169,7 @@ def support_under(
     transform: tuple[float | Tensor, float, float | None], logits_dtype: torch.dtype | None = None,
 ) -> SamplingMask:  # fmt: skip
     """Returns `sampling_support` by any rule. transform: temperature, logit scale and softcap."""
-    hidden, weight, bias = inputs[0], full_weight(inputs[1]), full_weight(inputs[2])
+    hidden, weight, bias = inputs[0], gather_dtensor(inputs[1]), gather_dtensor(inputs[2])
     call = check_logps_inputs(
         "sampling_support", hidden, weight, bias, ids=ids, mask=mask, transform=transform, backend="auto",
         logits_dtype=logits_dtype,

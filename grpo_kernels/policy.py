@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks.arguments import num_sequences_of
-from .checks.plain import check_shape, full_weight
+from .checks.plain import check_shape, gather_dtensor
 from .config import check_count, check_one_of
 from .head.chunk_size import Selection
 from .head.gradients import PrecomputedGradients, compute_in_forward
@@ -122,7 +122,7 @@ def fused_policy_loss(
         chunk_rows = check_count("chunk_rows", chunk_rows)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
-    lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
+    lm_head_weight, lm_head_bias = gather_dtensor(lm_head_weight), gather_dtensor(lm_head_bias)
     scores = check_logps_inputs(
         "fused_policy_loss", hidden, lm_head_weight, lm_head_bias, ids=completion_ids, mask=completion_mask,
         transform=(temperature, logit_scale, logit_softcap), backend=backend, entropy=entropy,

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from ..argument import FLOATS, Argument
 from ..argument import NUMBERS as NUMBERS
 from ..config import GRPOConfig
-from .plain import PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
+from .plain import PLAIN, check_kind, check_not_released, check_plain, check_shape, refuse_quantised
 from .table import ARGUMENTS, THERE
 
 _NUMBER = Argument(expected=f"a number{THERE}")
@@ -98,7 +98,7 @@ def check_lm_head(
         check_tensor(name, x, hidden)
         if x.dtype is not hidden.dtype or type(x) not in PLAIN:
             refuse_quantised(name, x)
-        check_gathered(name, x)
+        check_not_released(name, x)
         if compute_dtype is None and x.dtype is not hidden.dtype:
             raise TypeError(
                 f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "

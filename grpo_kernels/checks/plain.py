@@ -26,7 +26,7 @@ def check_plain(name: str, x: object) -> None:
         raise TypeError(f"{name} is a {x.layout} tensor; expected a dense one: pass to_dense()")
     if type(x) not in PLAIN:
         _refuse_subclass(name, x)
-    check_gathered(name, x)
+    check_not_released(name, x)
 
 
 def stored(*tensors: Tensor | None) -> list[Any]:
@@ -47,7 +47,7 @@ def check_kind(name: str, x: Tensor, fits: bool, expected: str, dtypes: tuple[to
         raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}; expected {expected}")
 
 
-def check_gathered(name: str, x: Tensor) -> None:
+def check_not_released(name: str, x: Tensor) -> None:
     """Refuses a parameter whose elements DeepSpeed ZeRO-3 or FSDP1 has released until its next forward or backward."""
     if x.numel() == 0:
         if hasattr(x, "ds_id"):
@@ -67,7 +67,7 @@ def is_dtensor(x: Tensor) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(x).__mro__)
 
 
-def full_weight(x: Any) -> Any:
+def gather_dtensor(x: Any) -> Any:
     """Returns a DTensor gathered from all ranks; anything else as it is.
 
     Its gradient is averaged over the ranks, as FSDP2 averages the other parameters': right where each rank computes
@@ -114,7 +114,7 @@ def _refuse_subclass(name: str, x: Tensor) -> None:
             f"pass {name}.to_local() where each rank computes the loss of its own tokens (sharded along the batch), "
             f"{name}.full_tensor() where each computes the loss of all tokens"
         )
-        if name in ("lm_head_weight", "lm_head_bias"):  # only with vocab_parallel_group: see full_weight
+        if name in ("lm_head_weight", "lm_head_bias"):  # only with vocab_parallel_group: see gather_dtensor
             advice = f"with vocab_parallel_group pass {name}.to_local(), the rows of this rank"
         raise TypeError(f"{name} is a DTensor; expected a plain tensor: {advice}")
     traced = type(x).__name__ in ("FakeTensor", "FunctionalTensor")  # of a tracer: shapes without memory

@@ -18,7 +18,7 @@ from ..checks.arguments import (
     check_values,
     checks_values,
 )
-from ..checks.plain import check_gathered, stored
+from ..checks.plain import check_not_released, stored
 from ..checks.tokens import (
     check_argument,
 )
@@ -246,7 +246,7 @@ def _compute_gradients(
     results: entropy, lse, (N,) each.
     """
     entropy, lse = results
-    check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
+    check_not_released("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
         stats = Statistics(torch.zeros_like(entropy), lse.clone(), entropy.clone())
         flat = None if call.tokens.mask is None else call.tokens.mask.view(-1)

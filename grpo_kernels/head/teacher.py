@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks.arguments import products_dtype
-from ..checks.plain import check_gathered
+from ..checks.plain import check_not_released
 from ..config import as_constant
 from ..kernels.operations import (
     Backend,
@@ -55,7 +55,7 @@ def _lm_head(
 ) -> LMHead:
     """compute_dtype: of the policy's products; of 16 bits it is that of autocast, which is off here."""
     inputs = teacher.hidden, teacher.weight, teacher.bias
-    check_gathered("Teacher.weight", teacher.weight)  # it may have been released since the forward
+    check_not_released("Teacher.weight", teacher.weight)  # it may have been released since the forward
     if compute_dtype is None or compute_dtype.itemsize > 2:
         compute_dtype = products_dtype(*inputs)
     logits_dtype = config.logits_dtype

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..checks.plain import check_gathered, is_quantised
+from ..checks.plain import check_not_released, is_quantised
 
 
 class HeadInputs(NamedTuple):
@@ -95,7 +95,7 @@ def _linear(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
             "PEFT's LoRA, modules_to_save or trainable tokens around one"
         )
     weight, bias = cast(Tensor, layer.weight), cast("Tensor | None", layer.bias)
-    check_gathered("lm_head.weight", weight)
+    check_not_released("lm_head.weight", weight)
     return weight, bias
 
 

@@ -16,7 +16,7 @@ import trl.trainer.distillation_trainer as trl_distillation
 from torch import Tensor
 from trl import DistillationTrainer
 
-from ..checks.plain import full_weight
+from ..checks.plain import gather_dtensor
 from ..distillation import divergence_of_beta, fused_distillation_loss
 from ..teacher import Teacher
 
@@ -61,7 +61,7 @@ def divergence_loss(
 
 def _detached(x: Tensor | None) -> Any:
     """Returns a tensor without a gradient, and gathered where FSDP2 has sharded it."""
-    return None if x is None else full_weight(x.detach())
+    return None if x is None else gather_dtensor(x.detach())
 
 
 class FusedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]
