@@ -45,7 +45,7 @@ from .objective.surrogates import SURROGATE_RULES
 from .objective.tokens import TokenInputs
 from .rewards import Groups, check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
-from .teacher import Teacher, TopKTeacher, check_teacher, is_whole
+from .teacher import Teacher, TopKTeacher, check_teacher, has_full_vocab
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,7 +120,7 @@ def check_loss_inputs(
     if config.distill_coef != 0.0:
         no_effect("distill_coef", config.distill_coef, "without a teacher", unless=teacher is not None)
     # The ids of a TopKTeacher that are the mask's stand in rows of their own, as the logits of a Teacher do.
-    has_rows = teacher is not None and (is_whole(teacher) or sampling_mask is not None)
+    has_rows = teacher is not None and (has_full_vocab(teacher) or sampling_mask is not None)
     device, shape, cu_seqlens = like.device, like.shape, options.get("cu_seqlens")
     backend = choose_backend(options.get("backend", "auto"), device, dtype, has_teacher=has_rows)
     if sampling_mask is not None:
@@ -303,7 +303,7 @@ def check_logps_inputs(
         number = float(temperature)
     kept = () if sampling_mask is None else (sampling_mask.ids, sampling_mask.counts)
     numbers = number, float(logit_scale), float(softcap or 0.0), theta
-    name = choose_backend(backend, hidden.device, dtype, has_teacher=is_whole(teacher))
+    name = choose_backend(backend, hidden.device, dtype, has_teacher=has_full_vocab(teacher))
     tokens = LogpsTokens(ids, mask, of_tokens, *kept)
     k = 0 if top_k is None else top_k
     return LogpsCall(

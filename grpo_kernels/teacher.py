@@ -162,7 +162,7 @@ def teacher_signature(teacher: Teacher | TopKTeacher | None) -> list[tuple[Any, 
     return [(n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x) for n, x in given.items()]
 
 
-def is_whole(teacher: object) -> TypeGuard[Teacher]:
+def has_full_vocab(teacher: object) -> TypeGuard[Teacher]:
     """Returns whether logits of a teacher over the whole vocabulary stand beside the policy's."""
     return isinstance(teacher, Teacher) and teacher.top_k is None
 

@@ -27,7 +27,7 @@ from grpo_kernels.corrections import REJECTIONS
 from grpo_kernels.distillation import DistillationOutput
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.objective.sequences import WEIGHT_LEVELS
-from grpo_kernels.teacher import is_whole
+from grpo_kernels.teacher import has_full_vocab
 
 Given = dict[str, Any]
 PER_TOKEN = torch.linspace(0.7, 1.3, 24).view(4, 6)
@@ -122,7 +122,7 @@ def calls(function: str, backend: str, dtype: torch.dtype = torch.float32) -> li
     if "backend" in inspect.signature(getattr(gk, function)).parameters:
         given["backend"] = backend
     found = [given | change for change in changes]
-    return [x for x in found if not is_whole(x.get("teacher")) or get_backend(backend).takes_teachers]
+    return [x for x in found if not has_full_vocab(x.get("teacher")) or get_backend(backend).takes_teachers]
 
 
 # --- what a call gives ------------------------------------------------------------------------------------------------

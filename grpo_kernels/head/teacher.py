@@ -40,7 +40,7 @@ from ..kernels.operations import (
 )
 from ..kernels.torch.teacher import slopes, sums
 from ..loss_config import LossConfig
-from ..teacher import Teacher, TopKTeacher, is_whole
+from ..teacher import Teacher, TopKTeacher, has_full_vocab
 from .k_ids import KIds, KIdSlopes, exact_z
 from .kept import KeptLogits, KeptMatrix
 from .lm_head import LMHead
@@ -242,7 +242,7 @@ def new_teacher(
     count: int, dtype: torch.dtype, vocab_size: int, vocab_slice: VocabSlice | None,
 ) -> TeacherHead | TopKHead:  # fmt: skip
     """What the engine keeps of a teacher, for so many tokens with values in `dtype`."""
-    if is_whole(teacher):
+    if has_full_vocab(teacher):
         return TeacherHead(teacher, config, backend, compute_dtype, count, dtype, vocab_slice)
     device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device
     rest, slices = Statistics.zeros(count, device, dtype), (vocab_size, vocab_slice)
