@@ -69,7 +69,7 @@ _KINDS: dict[type, Any] = {float: "number", int: "count", bool: "flag"}
 
 def check_value(name: str, value: Any, row: Argument) -> Any:
     """Returns an argument as a value of Python's own types, or the tensor that it may be."""
-    value = as_python(value)
+    value = to_builtin(value)
     if (value is None and row.optional) or (row.takes_tensor and isinstance(value, torch.Tensor)):
         return value
     if row.kind == "number":
@@ -91,17 +91,17 @@ def no_effect(name: str, value: object, why: str, *, unless: object = None, inst
         raise ValueError(f"{came} has no effect {why}; {instead}")
 
 
-def as_python(x: Any) -> Any:
+def to_builtin(x: Any) -> Any:
     """Returns a number, flag or text of NumPy or of a subclass as Python's own, in a tuple too; else x itself."""
     if isinstance(x, torch.Tensor):
         return x
     if isinstance(x, tuple):
-        return tuple([as_python(each) for each in x])
+        return tuple([to_builtin(each) for each in x])
     for kind in (bool, int, float):
         if isinstance(x, kind):
             return kind(x)
     if getattr(x, "shape", None) == ():
-        return as_python(x.item())
+        return to_builtin(x.item())
     return str.__str__(x) if isinstance(x, str) else x  # str() of an enumeration's member is its name
 
 
@@ -119,7 +119,7 @@ def as_constant(x: Any) -> Any:
 
 def check_flag(name: str, x: object) -> bool:
     """Returns x as a flag of Python."""
-    x = as_python(x)
+    x = to_builtin(x)
     if not isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
     return x
@@ -137,9 +137,9 @@ def check_ddof(name: str, value: object) -> int:
 
 def check_count(name: str, value: object, *, least: int = 1, most: float = LARGEST_COUNT) -> int:
     """Returns a number of items, at least `least`, as an integer of Python."""
-    value = as_python(value)
+    value = to_builtin(value)
     if type(value) is not int or not least <= value <= most:
-        came = shown(value) if type(value) is int else repr(value)
+        came = format_number(value) if type(value) is int else repr(value)
         expected = "0 or 1" if (least, most) == (0, 1) else f"an integer >= {least}, and at most {most}"
         raise ValueError(f"{name}={came}; expected {expected}")
     return value
@@ -157,15 +157,15 @@ def check_number(
 ) -> float:
     """Returns value as a number of Python: finite, >= low, > above, <= high and < below, also when rounded to the type
     that kernels compute in."""
-    value = as_python(value)
+    value = to_builtin(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a number")
     if abs(value) <= torch.finfo(dtype).max:
-        rounded = round_to(value, dtype)
+        rounded = round_float(value, dtype)
         if low <= rounded <= high and above < rounded < below:
             return value
     ends = finite_number(Argument(low=low, above=above, high=high, below=below))
-    raise ValueError(f"{name}={shown(value)}; expected {ends}, in {str(dtype).removeprefix('torch.')}")
+    raise ValueError(f"{name}={format_number(value)}; expected {ends}, in {str(dtype).removeprefix('torch.')}")
 
 
 def finite_number(row: Argument) -> str:
@@ -179,7 +179,7 @@ def finite_number(row: Argument) -> str:
     return "a finite number"
 
 
-def round_to(x: float, dtype: torch.dtype) -> float:
+def round_float(x: float, dtype: torch.dtype) -> float:
     """Returns a finite x in float32 or float64; 0 where it has no normal number, which some GPUs take for 0."""
     limits = torch.finfo(dtype)
     if abs(x) < limits.tiny:
@@ -188,6 +188,6 @@ def round_to(x: float, dtype: torch.dtype) -> float:
     return math.ldexp(round(mantissa * 2 / limits.eps) * limits.eps / 2, exponent)
 
 
-def shown(number: Any) -> object:
+def format_number(number: Any) -> object:
     """Returns a number as an error message has it: an integer of any size is a number in Python."""
     return number if isinstance(number, float) or abs(number) <= LARGEST else f"an integer of {len(bin(number))} bits"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .argument import as_python
+from .argument import to_builtin
 from .checks.arguments import Sizes, check_by_table, check_kept_ids
 from .checks.plain import check_kind, check_plain
 
@@ -53,7 +53,7 @@ class SamplingMask:
         Sequences may differ in length; up to `length`, by default the longest one's, they are padded with count 0.
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
         """
-        length = as_python(length)
+        length = to_builtin(length)
         if length is not None and type(length) is not int:
             raise TypeError(f"length is a {type(length).__name__}; expected an integer or None")
         rows = [_elements(entry) for entry in _elements(kept)]
@@ -85,7 +85,7 @@ class SamplingMask:
     def from_padded(cls, kept: Tensor, padding: int = -1) -> SamplingMask:
         """Takes ids (B, T, K) or packed (N, K), with `padding` in the places that are not used. They are sorted."""
         check_plain("kept", kept)
-        padding = as_python(padding)
+        padding = to_builtin(padding)
         if type(padding) is not int:
             raise TypeError(f"padding is a {type(padding).__name__}; expected an integer")
         check_kind("kept", kept, kept.dim() in (2, 3), "int32 or int64 (B, T, K) or (N, K)")

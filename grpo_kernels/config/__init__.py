@@ -28,7 +28,7 @@ from ..argument import (
     check_one_of,
     check_value,
     no_effect,
-    round_to,
+    round_float,
 )
 from ..logit_transform import logit_transform
 from ..loss_config import LossConfig
@@ -56,7 +56,7 @@ __all__ = [  # of the package
     "config_from_key",
     "option_hint",
     "options_of_loss_type",
-    "round_to",
+    "round_float",
 ]
 # Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..config import round_to
+from ..config import round_float
 from ..kernels.operations import Backend, LogitChunk, LogitTransform, Statistics, TeacherTransform
 from ..kernels.torch.transform import transformed
 from .vocab_parallel import VocabSlice
@@ -209,7 +209,7 @@ def exact_z(u: Tensor, temperature: Tensor, params: LogitTransform | TeacherTran
     """`transformed` in float64, of logits (C, K) that hold their bias. Kernels add that, and take the scale, in the
     type of u, and their log-sum-exp has the rounding: with another one the probability of an id that is nearly certain
     would be off by it, which is 1e-3 at logits of 1e4."""
-    params = params._replace(logit_scale=round_to(params.logit_scale, u.dtype))
+    params = params._replace(logit_scale=round_float(params.logit_scale, u.dtype))
     return transformed(u.double(), None, temperature, params)
 
 
