@@ -19,7 +19,7 @@ from ..kernels.operations import Rows
 from ..loss_config import LossConfig
 from ..names import EXPONENT_LIMIT
 from .kl import kl_estimate, times_ratio
-from .sequences import off_policy_mask, raise_to_level, shares_ratio, vespo_weight
+from .sequences import off_policy_mask, sequence_log_ratio, shares_ratio, vespo_weight
 from .surrogates import SURROGATE_RULES, Ratio
 from .tokens import Tokens
 
@@ -110,7 +110,7 @@ def _of_sequences(tokens: Tokens, own: Tensor, logp: Tensor) -> tuple[Tensor, Te
             drift = torch.where(scored & ~tokens.rollout.isnan(), tokens.rollout - logp, 0.0)
         dropped = off_policy_mask(sequences, lengths, drift, A, c.off_policy_mask_threshold)
         scale = torch.where(dropped, 0.0, torch.ones_like(own) if scale is None else scale)
-    log_ratio, slope = raise_to_level(c, sequences, lengths, scored, own, A)
+    log_ratio, slope = sequence_log_ratio(c, sequences, lengths, scored, own, A)
     return log_ratio, scale, slope
 
 

@@ -69,7 +69,7 @@ class Sequences:
         return Sequences(offsets, self.row_length, (chosen.stop - chosen.start) * self.row_length)
 
 
-def raise_to_level(
+def sequence_log_ratio(
     c: LossConfig, sequences: Sequences, lengths: Tensor, scored: Tensor, own: Tensor, A: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns (log-ratio that the surrogate sees (N,), its derivative by the token's own logp (N,)).
