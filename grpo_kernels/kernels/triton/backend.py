@@ -51,7 +51,7 @@ def unavailable_reason(device: torch.device) -> str:
     return f"the Triton kernels need compute capability 8.0, {name} has {major}.{minor}"
 
 
-def paying_here(hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
+def enabled_fused_products(hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
     """Returns which fused products, "logp" and "exponentials", serve this lm_head (V, H) and pay on its GPU."""
     if not multiplies_by_tma(hidden, weight):  # float32 products are the vendor's
         return ()
@@ -76,6 +76,6 @@ TRITON = replace(
     fused_exponentials=on_device(fused_products.fused_exponentials),
     fused_logp=on_device(fused_products.fused_logp),
     objective=on_device(objective.objective),
-    fused_products=paying_here,
+    fused_products=enabled_fused_products,
     unavailable_reason=unavailable_reason,
 )
