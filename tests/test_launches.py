@@ -41,7 +41,7 @@ def launches(monkeypatch):
     """As on a GPU, which is not asked for what may be wrong in the data, and without the mode seen by the package."""
     for name in ("head.loss_op.check_values", "inputs.check_token_values", "head.kept.check_kept_ids"):
         monkeypatch.setattr(f"grpo_kernels.{name}", lambda *given: None)
-    monkeypatch.setattr(chunk_size, "reads_back_late", lambda device: True)
+    monkeypatch.setattr(chunk_size, "reads_block_host", lambda device: True)
     monkeypatch.setattr(loss_op, "uses_custom_op", lambda hidden, *given: False)
     monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
     monkeypatch.setitem(kept.WIDTHS, "cpu", kept.WIDTHS["cuda"])

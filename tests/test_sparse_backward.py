@@ -152,7 +152,7 @@ def test_with_room_for_every_entry_or_none_gradients_are_exact(backend, name, mo
     batch, config = case(name)
     backend = "torch" if batch.hidden.dtype == torch.float64 else backend
     # As on a GPU: the pairs of many row chunks are counted at once.
-    monkeypatch.setattr(sparse, "reads_back_late", lambda device: backend == "torch")
+    monkeypatch.setattr(sparse, "reads_block_host", lambda device: backend == "torch")
     path = CASES[name][0].get("mask", "none")
     use_mask_path(monkeypatch, path, 67)
     exact = fused(batch, config, backend)

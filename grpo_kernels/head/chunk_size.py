@@ -62,7 +62,7 @@ def select_tokens(
         elif sequences is not None and not every_row:
             lengths = sequences.offsets.diff().tolist()
         return Selection(None, None, None, lengths)
-    if not reads_back_late(active.device) and sequences is None:  # two reads cost half of what a sort does
+    if not reads_block_host(active.device) and sequences is None:  # two reads cost half of what a sort does
         first, rest = active.nonzero().squeeze(1), None
         if scored is not active and len(first) < (len(active) if scored is None else int(scored.count_nonzero())):
             rest = (~active if scored is None else scored & ~active).nonzero().squeeze(1)
@@ -79,7 +79,7 @@ def select_tokens(
     return Selection.of(order, found[0], total - found[0], None if sequences is None else found[len(flags) :])
 
 
-def reads_back_late(device: torch.device) -> bool:
+def reads_block_host(device: torch.device) -> bool:
     """Whether the host waits for this device each time that it reads a number."""
     return device.type != "cpu"
 

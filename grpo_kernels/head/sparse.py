@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.operations import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
 from ..kernels.torch.kept import padded
-from .chunk_size import reads_back_late
+from .chunk_size import reads_block_host
 from .kept import most_kept, places_of, split
 from .lm_head import LMHead
 
@@ -134,7 +134,7 @@ class SparsePairs:
         if self._buffers is None or rows.count > len(self._buffers.counts):
             device = self.head.weight.device
             row_bytes = 8 * self.capacity + 1
-            fit = self.room // row_bytes if reads_back_late(device) else 0  # pairs of many chunks, counted at once
+            fit = self.room // row_bytes if reads_block_host(device) else 0  # pairs of many chunks, counted at once
             shape = max(rows.count, min(fit, num_tokens)), self.capacity
             self._buffers = SparseRows(
                 torch.empty(shape, dtype=torch.int32, device=device),
