@@ -29,7 +29,7 @@ def check_plain(name: str, x: object) -> None:
     check_not_released(name, x)
 
 
-def stored(*tensors: Tensor | None) -> list[Any]:
+def materialized(*tensors: Tensor | None) -> list[Any]:
     """Returns the same with their elements in memory as they are. A view like z.conj().imag stores them negated, with a
     bit that says so, which no kernel looks at; a conjugated real tensor is itself."""
     return [None if x is None else x.resolve_neg() for x in tensors]

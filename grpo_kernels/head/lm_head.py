@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks.plain import stored
+from ..checks.plain import materialized
 from ..kernels.operations import Backend, KeptPairs, Rows
 from .chunk_size import (
     ChunkTypes,
@@ -100,7 +100,7 @@ class LMHead:
         vocab_slice: VocabSlice | None = None,
         teacher_dtype: torch.dtype | None = None,
     ) -> None:
-        hidden, weight, bias = stored(*inputs)
+        hidden, weight, bias = materialized(*inputs)
         self.given_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         if compute_dtype is not None:
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)

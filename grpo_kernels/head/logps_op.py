@@ -18,7 +18,7 @@ from ..checks.arguments import (
     check_values,
     checks_values,
 )
-from ..checks.plain import check_not_released, stored
+from ..checks.plain import check_not_released, materialized
 from ..checks.tokens import (
     check_argument,
 )
@@ -178,7 +178,9 @@ def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = 
 
 def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
     """x (N,) or (N, K) with `fill` at padding, whatever that holds; stored contiguously."""
-    return stored(x)[0].contiguous() if mask is None else torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, fill)
+    return (
+        materialized(x)[0].contiguous() if mask is None else torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, fill)
+    )
 
 
 @hide_from_dispatch_modes

@@ -20,7 +20,7 @@ from ..checks.arguments import (
     check_offsets,
     check_values,
 )
-from ..checks.plain import stored
+from ..checks.plain import materialized
 from ..checks.tokens import (
     check_token_values,
 )
@@ -105,7 +105,7 @@ def _compute(
     has_ids = ids is not None
     if ids is None:
         ids = torch.full(call.batch.shape, -1, dtype=torch.int64, device=hidden.device)
-    inputs = TokenInputs(*stored(*call.batch.tokens))
+    inputs = TokenInputs(*materialized(*call.batch.tokens))
     with pinned_matmul_precision(hidden.device):
         dtype = statistics_dtype(call.compute_dtype or hidden.dtype)
         teacher = None
@@ -235,8 +235,8 @@ def _compute_from_logits(
     logits: Tensor, *, call: LossCall, inplace: bool
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
     """Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied."""
-    inputs, kernels = TokenInputs(*stored(*call.batch.tokens)), get_backend(call.batch.backend)
-    flat = stored(logits.detach())[0].reshape(-1, logits.shape[-1])
+    inputs, kernels = TokenInputs(*materialized(*call.batch.tokens)), get_backend(call.batch.backend)
+    flat = materialized(logits.detach())[0].reshape(-1, logits.shape[-1])
     reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
     reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
     writes = any(call.wants) or inputs.kept_ids is not None  # gradients; -inf for ids that were not kept
@@ -285,7 +285,7 @@ def grpo_loss(
     """
     count = 1 + len(TokenInputs._fields)
     batch = _batch_of(hidden.shape[:-1], tokens[1:count], num_groups, per_sequence, config_key, backend)
-    check_token_values(TokenInputs(*stored(*batch.tokens)))  # which are not known while torch.compile traces
+    check_token_values(TokenInputs(*materialized(*batch.tokens)))  # which are not known while torch.compile traces
     call = LossCall(tokens[0], batch, compute_dtype, wants)
     call = call._replace(teacher=teacher_from_key(teacher, tokens[count:]))
     with torch.no_grad():
@@ -363,12 +363,16 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (loss, what metrics are computed from, d loss / d logps, d loss / d entropy), all O(N) and in float32 or
     better."""
-    inputs, config, dtype = TokenInputs(*stored(*tokens)), config_from_key(config_key), statistics_dtype(logps.dtype)
+    inputs, config, dtype = (
+        TokenInputs(*materialized(*tokens)),
+        config_from_key(config_key),
+        statistics_dtype(logps.dtype),
+    )
     check_offsets(inputs.cu_seqlens, logps.numel())
     check_token_values(inputs)
     with torch.no_grad():
         planned = plan(inputs, logps, config, dtype, per_sequence=per_sequence)
-        logp, nats = (x.detach().reshape(-1).to(dtype) for x in stored(logps, entropy))
+        logp, nats = (x.detach().reshape(-1).to(dtype) for x in materialized(logps, entropy))
         logp = torch.where(nats.isnan(), torch.nan, logp)
         if planned.scored is not None:
             logp, nats = (torch.where(planned.scored, x, 0.0) for x in (logp, nats))
