@@ -110,8 +110,8 @@ def test_what_adding_up_chunks_rounds(chunks, wide, least, most):
     dlogits, h = (torch.randn(512, n, generator=g).bfloat16() for n in (300, 64))
     exact = dlogits.double().T @ h.double()
     head = meta_head(8, wants=(False, True, False), sums_wide=wide)
-    weight, stored_dtype = torch.empty(300, 64, dtype=BFLOAT), head.stored_dtypes[1]
-    total = WeightGradient(weight, BFLOAT, stored_dtype, get_backend("torch"), rounds_once=wide)
+    weight, held_dtype = torch.empty(300, 64, dtype=BFLOAT), head.held_dtypes[1]
+    total = WeightGradient(weight, BFLOAT, held_dtype, get_backend("torch"), rounds_once=wide)
     for part in zip(dlogits.chunk(chunks), h.chunk(chunks), strict=True):
         total.add(*part)
     error = relative(total.total.bfloat16(), exact) / relative(exact.bfloat16(), exact)

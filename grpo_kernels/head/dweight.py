@@ -12,16 +12,16 @@ from .products import PIECE_ROWS, add_product, product
 
 
 class WeightGradient:
-    """`total`: the sum, None before the first chunk. `stored_dtype`: its type; each chunk rounds a 16-bit one once
+    """`total`: the sum, None before the first chunk. `held_dtype`: its type; each chunk rounds a 16-bit one once
     more. rounds_once: the products of chunks are float32 too, which a CPU has of float32 inputs alone: those of
     bfloat16 take less time, and round what they return."""
 
     def __init__(
-        self, weight: Tensor, grad_dtype: torch.dtype, stored_dtype: torch.dtype, backend: Backend, *, rounds_once: bool
+        self, weight: Tensor, grad_dtype: torch.dtype, held_dtype: torch.dtype, backend: Backend, *, rounds_once: bool
     ) -> None:
-        self.weight, self.stored_dtype, self.backend, self.rounds_once = weight, stored_dtype, backend, rounds_once
+        self.weight, self.held_dtype, self.backend, self.rounds_once = weight, held_dtype, backend, rounds_once
         self.total: Tensor | None = None
-        self.sums_in_float32 = grad_dtype.itemsize == 2 and stored_dtype == torch.float32
+        self.sums_in_float32 = grad_dtype.itemsize == 2 and held_dtype == torch.float32
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         """Add the product of a chunk: dlogits (P, V), h (P, H)."""
@@ -48,7 +48,7 @@ class WeightGradient:
         """(whether nothing was added yet, the sum, which holds anything then)."""
         first = self.total is None
         if self.total is None:
-            dtype = self.weight.dtype if self.stored_dtype.itemsize == 2 else self.stored_dtype
+            dtype = self.weight.dtype if self.held_dtype.itemsize == 2 else self.held_dtype
             self.total = torch.empty_like(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
         return first, self.total
 

@@ -28,7 +28,7 @@ class PrecomputedGradients:
     It is kept on the autograd node, not by save_for_backward: hooks on saved tensors (save_on_cpu) would move a (V, H)
     gradient to the host and back, and checkpointing would compute it a second time only to save it.
 
-    tensors: one per input, in `stored_dtype` of its type, or None where not wanted. dtypes: of the inputs.
+    tensors: one per input, in `held_dtype` of its type, or None where not wanted. dtypes: of the inputs.
     scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
     accumulate_into: the caller's float32 buffer that the weight's gradient, tensors[1], is added to, if any.
     """
@@ -47,7 +47,7 @@ class PrecomputedGradients:
         return found
 
 
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+def held_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which the gradient of an input of `dtype` is kept from the forward to the backward."""
     return torch.float32 if dtype == torch.float16 else dtype
 

@@ -32,7 +32,7 @@ from .chunk_size import (
     select_rows,
 )
 from .dweight import WeightGradient, pieces
-from .gradients import PrecomputedGradients, power_of_two_scale, stored_dtype
+from .gradients import PrecomputedGradients, held_dtype, power_of_two_scale
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, product, returns_float32
 from .vocab_parallel import VocabSlice, vocab_size_of
 
@@ -127,12 +127,12 @@ class LMHead:
             self.fused_products = backend.fused_products(hidden, weight)
         # Of logits of 16 bits exponentials would be rounded twice.
         self.takes_exponentials = dtype == torch.bfloat16 and vocab_slice is None and has_float32_logits
-        self.stored_dtypes = [*map(stored_dtype, self.given_dtypes)]
+        self.held_dtypes = [*map(held_dtype, self.given_dtypes)]
         for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
             if is_wide:
-                self.stored_dtypes[i] = torch.promote_types(self.stored_dtypes[i], torch.float32)
-        stored_dweight = self.stored_dtypes[1]
-        self.dweight = WeightGradient(weight, self.grad_dtype, stored_dweight, backend, rounds_once=sums_wide)
+                self.held_dtypes[i] = torch.promote_types(self.held_dtypes[i], torch.float32)
+        dweight_dtype = self.held_dtypes[1]
+        self.dweight = WeightGradient(weight, self.grad_dtype, dweight_dtype, backend, rounds_once=sums_wide)
         self._taken_out: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, ids and values of entries, by chunk
 
         entry_bytes = types.logits.itemsize + (0 if types.in_place else types.gradients.itemsize)
@@ -164,7 +164,7 @@ class LMHead:
         known = multiprocessors_of(device) if self.vocab_slice is None else self.vocab_slice.multiprocessors
         return rows_of_chunk(
             self.num_tokens, self.weight.shape[1], row_bytes, self.grad_dtype, device,
-            rounds=self.wants[1] and self.stored_dtypes[1].itemsize == 2, multiprocessors=known,
+            rounds=self.wants[1] and self.held_dtypes[1].itemsize == 2, multiprocessors=known,
         )  # fmt: skip
 
     def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> list[Rows]:
@@ -297,7 +297,7 @@ class LMHead:
         totals = self.dhidden, self.dweight.total, self.dbias
         inputs = self.hidden, self.weight, self.bias
         finished: list[Tensor | None] = []
-        for want, total, x, dtype in zip(self.wants, totals, inputs, self.stored_dtypes, strict=True):
+        for want, total, x, dtype in zip(self.wants, totals, inputs, self.held_dtypes, strict=True):
             if not want or x is None:
                 finished.append(None)
             elif total is None:
@@ -312,7 +312,7 @@ class LMHead:
         self.dbias = share if self.dbias is None else self.dbias.add_(share)
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
-        dtype = self.stored_dtypes[0]
+        dtype = self.held_dtypes[0]
         whole = self.dhidden is None and rows.index is None and rows.count == self.num_tokens
         if self.gradient_scale is not None:
             values = values.to(dtype) / self.gradient_scale
@@ -328,7 +328,7 @@ class LMHead:
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             allocate = torch.empty if every_row else torch.zeros
-            self.dhidden = allocate(shape, dtype=self.stored_dtypes[0], device=self.hidden.device)
+            self.dhidden = allocate(shape, dtype=self.held_dtypes[0], device=self.hidden.device)
         return self.dhidden
 
     def _times_weight(self, dlogits: Tensor, missing: Tensor | None = None) -> Tensor:
@@ -342,7 +342,7 @@ class LMHead:
             for piece in pieces(weight, PIECE_ROWS):
                 total.addmm_(dlogits[:, piece], weight[piece].to(dlogits.dtype))
             return total
-        wide = self.stored_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
+        wide = self.held_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
         if dtype.itemsize == 2 and wide and returns_float32(weight.device, dtype):
             found = product(dlogits, weight)
             return found if missing is None else found.add_(missing)

@@ -35,7 +35,7 @@ from ..objective.metrics import Batch
 from ..objective.tokens import TokenInputs, Tokens, plan, rules_of
 from ..teacher import Teacher, TopKTeacher, check_teacher_values, teacher_signature
 from .chunk_size import select_tokens
-from .gradients import PrecomputedGradients, compute_in_forward, refuse_double_backward, scaled_copy, stored_dtype
+from .gradients import PrecomputedGradients, compute_in_forward, held_dtype, refuse_double_backward, scaled_copy
 from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
 from .loop import TokenBatch, run
@@ -322,7 +322,7 @@ def _(hidden, weight, bias, tokens, num_groups, per_sequence, config_key, backen
         f(sum(batch.others.values()) + knows_mass(teacher), dtype=dtype),
         f(shape, dtype=dtype) if teacher else f(0),
         *(
-            x.new_empty(x.shape, dtype=stored_dtype(x.dtype)) if want else f(0)
+            x.new_empty(x.shape, dtype=held_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
         ),
     )
