@@ -93,7 +93,7 @@ def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
     (HALF, False, FLOAT),  # the loss scale comes before the rounding
 ])  # fmt: skip
 def test_dweight_is_summed_in_the_type_of_the_weight(dtype, wide, sum_dtype):
-    head = meta_head(40, dtype, (False, True, False), chunk_rows=10, sums_wide=wide)
+    head = meta_head(40, dtype, (False, True, False), chunk_rows=10, accumulate_in_fp32=wide)
     for rows in head.chunks(None):
         head.accumulate(rows, head.row_gradients(rows, head.scratch.logits(rows.count)))
         assert head.dweight.total.dtype == sum_dtype
@@ -109,7 +109,7 @@ def test_what_adding_up_chunks_rounds(chunks, wide, least, most):
     g = torch.Generator().manual_seed(0)
     dlogits, h = (torch.randn(512, n, generator=g).bfloat16() for n in (300, 64))
     exact = dlogits.double().T @ h.double()
-    head = meta_head(8, wants=(False, True, False), sums_wide=wide)
+    head = meta_head(8, wants=(False, True, False), accumulate_in_fp32=wide)
     weight, held_dtype = torch.empty(300, 64, dtype=BFLOAT), head.held_dtypes[1]
     total = WeightGradient(weight, BFLOAT, held_dtype, get_backend("torch"), rounds_once=wide)
     for part in zip(dlogits.chunk(chunks), h.chunk(chunks), strict=True):

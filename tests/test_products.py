@@ -79,7 +79,7 @@ def test_the_lm_head_without_them(monkeypatch, probed, missing):
         monkeypatch.setattr(torch, "mm", lacking(mm))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        head = meta_head(8, chunk_rows=4, sums_wide=True)
+        head = meta_head(8, chunk_rows=4, accumulate_in_fp32=True)
         ids = torch.zeros(8, dtype=torch.int64, device=META)
         for rows in (*head.chunks(None), *head.chunks(ids[:2])):
             logits = head.logits(rows)

@@ -167,8 +167,8 @@ class ChunkTypes(NamedTuple):
         logits = logits_dtype or default_logits_dtype(dtype, device)
         converts = logits != dtype and not returns_float32(device, dtype)
         has_exponentials = may_have_exponentials and dtype == torch.bfloat16 and logits == torch.float32
-        narrow = device.type != "cpu" or not converts or cpu_multiplies(dtype) or has_exponentials
-        gradients = dtype if narrow else torch.float32
+        in_16_bits = device.type != "cpu" or not converts or cpu_multiplies(dtype) or has_exponentials
+        gradients = dtype if in_16_bits else torch.float32
         # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
         # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
         return cls(logits, gradients, gradients == logits or device.type != "cpu", converts)

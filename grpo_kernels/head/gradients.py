@@ -65,9 +65,9 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
 
 def scaled_copy(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x * factor () as a tensor of `dtype`, rounded once: torch would round the factor to a 16-bit type of x."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if dtype == wide or type(x) is not Tensor:  # a tracer, whose tensors are subclasses, plans memory by itself
-        return (x.to(wide) * factor).to(dtype)
+    fp32 = torch.promote_types(x.dtype, torch.float32)
+    if dtype == fp32 or type(x) is not Tensor:  # a tracer, whose tensors are subclasses, plans memory by itself
+        return (x.to(fp32) * factor).to(dtype)
     out = torch.empty_like(x, dtype=dtype)
     _write_product(x, factor, out)
     return out

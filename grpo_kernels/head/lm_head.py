@@ -71,7 +71,7 @@ class LMHead:
 
     `inputs`: hidden, weight and bias; `wants`: which of them need gradients, which come back in their types.
     `compute_dtype`: the type of the products where that is not the inputs' own (autocast). `chunk_rows`: the caller's
-    number of rows. `sums_wide`: dweight is a float32 sum. `vocab_slice`: the weight is a slice of the vocabulary; all
+    number of rows. `accumulate_in_fp32`: dweight is a float32 sum. `vocab_slice`: the weight is a slice of the vocabulary; all
     ranks have the same chunks, and dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside
     those of each chunk. `keep` (N,) bool: padding is computed along with the rest, and its hidden states, which may
     hold anything, count as 0.
@@ -96,7 +96,7 @@ class LMHead:
         compute_dtype: torch.dtype | None = None,
         logits_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
-        sums_wide: bool = False,
+        accumulate_in_fp32: bool = False,
         vocab_slice: VocabSlice | None = None,
         teacher_dtype: torch.dtype | None = None,
     ) -> None:
@@ -128,11 +128,11 @@ class LMHead:
         # Of logits of 16 bits exponentials would be rounded twice.
         self.takes_exponentials = dtype == torch.bfloat16 and vocab_slice is None and has_float32_logits
         self.held_dtypes = [*map(held_dtype, self.given_dtypes)]
-        for i, is_wide in enumerate((vocab_slice is not None, sums_wide)):
-            if is_wide:
+        for i, in_fp32 in enumerate((vocab_slice is not None, accumulate_in_fp32)):
+            if in_fp32:
                 self.held_dtypes[i] = torch.promote_types(self.held_dtypes[i], torch.float32)
         dweight_dtype = self.held_dtypes[1]
-        self.dweight = WeightGradient(weight, self.grad_dtype, dweight_dtype, backend, rounds_once=sums_wide)
+        self.dweight = WeightGradient(weight, self.grad_dtype, dweight_dtype, backend, rounds_once=accumulate_in_fp32)
         self._taken_out: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, ids and values of entries, by chunk
 
         entry_bytes = types.logits.itemsize + (0 if types.in_place else types.gradients.itemsize)
@@ -342,8 +342,8 @@ class LMHead:
             for piece in pieces(weight, PIECE_ROWS):
                 total.addmm_(dlogits[:, piece], weight[piece].to(dlogits.dtype))
             return total
-        wide = self.held_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
-        if dtype.itemsize == 2 and wide and returns_float32(weight.device, dtype):
+        in_fp32 = self.held_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
+        if dtype.itemsize == 2 and in_fp32 and returns_float32(weight.device, dtype):
             found = product(dlogits, weight)
             return found if missing is None else found.add_(missing)
         # A product adds to its start in float32, and rounds once.

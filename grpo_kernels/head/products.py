@@ -74,9 +74,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if returns_float32(a.device, a.dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-    wide = b.float()
+    b_fp32 = b.float()
     for part, rows in zip(out.split(PIECE_ROWS), a.split(PIECE_ROWS), strict=True):
-        torch.mm(rows.float(), wide, out=part)
+        torch.mm(rows.float(), b_fp32, out=part)
     return out
 
 
