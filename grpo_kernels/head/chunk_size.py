@@ -214,11 +214,11 @@ class Scratch:
             (self._gradients,) = allocate_rows(max(count, self.rows), self.vocab_size, (self.grad_dtype,), self.device)
         return self._gradients[:count]
 
-    def over(self, logits: Tensor) -> Tensor:
+    def gradient_view(self, logits: Tensor) -> Tensor:
         """(count, V) gradients over these logits: of a narrower type, over the front half of each row."""
         return logits if self.grad_dtype == logits.dtype else logits.view(self.grad_dtype)[:, : self.vocab_size]
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Let go of everything; logits on a CPU stay for the next call."""
         if self._logits and self.device.type == "cpu":
             _last_on_cpu[:] = [self._logits[0].untyped_storage()]  # in place of what another thread has put there

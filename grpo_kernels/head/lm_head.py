@@ -73,14 +73,14 @@ class LMHead:
     `compute_dtype`: the type of the products where that is not the inputs' own (autocast). `chunk_rows`: the caller's
     number of rows. `accumulate_in_fp32`: dweight is a float32 sum. `vocab_slice`: the weight is a slice of the vocabulary; all
     ranks have the same chunks, and dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside
-    those of each chunk. `keep` (N,) bool: padding is computed along with the rest, and its hidden states, which may
+    those of each chunk. `row_mask` (N,) bool: padding is computed along with the rest, and its hidden states, which may
     hold anything, count as 0.
     `fused_products`: what the backend has with the softmax in the epilogue of the product, "logp" and "exponentials".
     `takes_exponentials`: gradients may be a scale times exponentials. `gradient_scale`: where gradients of logits are
     float16, the power of two that dlogits, dweight and dbias hold as a factor; dhidden does not.
     """
 
-    keep: Tensor | None = None
+    row_mask: Tensor | None = None
     folded_bias: Tensor | None = None  # (V,) in float32 or better, for the row kernels to add
     dhidden: Tensor | None = None
     dbias: Tensor | None = None
@@ -173,7 +173,7 @@ class LMHead:
         most = self.rows if holds_logits else self.rows_of(self._vocab_rows * self.grad_dtype.itemsize)
         return rows.split(self._length(rows.count, most))
 
-    def make_room(self, counts: Sequence[int]) -> None:
+    def reserve(self, counts: Sequence[int]) -> None:
         """Prepares for chunks of so many rows."""
         self.scratch.rows = max([self.scratch.rows, *counts])
 
@@ -186,11 +186,11 @@ class LMHead:
 
     def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:
         """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
-        return self.scratch.over(logits) if self.types.in_place else self.scratch.gradients(rows.count)
+        return self.scratch.gradient_view(logits) if self.types.in_place else self.scratch.gradients(rows.count)
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Let go of all scratch memory."""
-        self.scratch.release()
+        self.scratch.free()
         self._gathered = None
 
     # --- hidden states and logits -----------------------------------------------------------------------------------
@@ -203,7 +203,10 @@ class LMHead:
             else:  # a strided view (a shifted completion, say) is read chunk by chunk, never copied whole
                 index, length = rows.tokens(self.hidden.device), self.hidden.shape[1]
                 h = self.hidden[index // length, index % length]
-            self._gathered = rows, h if self.keep is None else torch.where(rows.take(self.keep)[:, None], h, 0.0)
+            self._gathered = (
+                rows,
+                h if self.row_mask is None else torch.where(rows.take(self.row_mask)[:, None], h, 0.0),
+            )
         return self._gathered[1]
 
     def logits(self, rows: Rows, out: Tensor | None = None) -> Tensor:
@@ -281,8 +284,8 @@ class LMHead:
         scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
         if self.wants[1]:
             hidden = self.hidden_matrix
-            if self.keep is not None:
-                hidden = torch.where(self.keep[:, None], hidden, 0.0)
+            if self.row_mask is not None:
+                hidden = torch.where(self.row_mask[:, None], hidden, 0.0)
             self.dweight.add_kept(scaled, hidden, pairs)
         if self.wants[2]:
             starts, order = pairs.by_id(len(self.weight))
@@ -290,7 +293,7 @@ class LMHead:
 
     def gradients(self) -> PrecomputedGradients:
         """Return those of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
-        self.release()
+        self.free()
         self._add_sampled()  # without the scratch: views of hidden states that are not contiguous are copied for it
         if self.vocab_slice is not None and self.dhidden is not None:
             self.vocab_slice.add_up(self.dhidden)
@@ -362,7 +365,7 @@ class HeldLogits:
     folded_bias: Tensor | None = None
     vocab_slice: VocabSlice | None = None
 
-    def make_room(self, counts: Sequence[int]) -> None:
+    def reserve(self, counts: Sequence[int]) -> None:
         """The logits are there."""
 
     def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:

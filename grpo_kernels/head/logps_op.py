@@ -138,7 +138,7 @@ def open_pass(
         teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
     )  # fmt: skip
     mask, every_row = None if mask is None else mask.view(-1), is_capturing(device)
-    head.keep = mask if every_row else None
+    head.row_mask = mask if every_row else None
     if per_token is None:
         temperature = torch.full((head.num_tokens,), number, dtype=dtype, device=device)
     else:
@@ -199,7 +199,7 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
         head, tokens, mask, every_row, chosen = open_pass(inputs, call, stats, teacher=teacher)
         tokens.normalise_teacher(chosen.scored)
         tokens.forward(chosen.scored, entropy=call.want_entropy)
-        head.release()
+        head.free()
         if every_row and mask is not None:
             stats = Statistics(*(torch.where(mask, x, 0.0) for x in stats))
             if isinstance(teacher, KLogps):

@@ -101,7 +101,7 @@ class TokenBatch:
         for start, stop, sequences in sequence_chunks(lengths, most):
             part = Rows(start, stop, None if rows.index is None else rows.index[start:stop])
             chunks.append(kind(self, part, sequences))
-        head.make_room([chunk.rows.count for chunk in chunks])
+        head.reserve([chunk.rows.count for chunk in chunks])
         return chunks
 
     @property
@@ -125,7 +125,7 @@ class TokenBatch:
         if isinstance(teacher, PolicyTopK) and teacher.mass is not None:
             ids, transform = torch.zeros_like(self.sampled_ids), LogitTransform(*teacher.transform[2:])
             TokenBatch(teacher.head, ids, self.temperature, transform, teacher.stats).forward(index, entropy=False)
-            teacher.head.release()
+            teacher.head.free()
 
     def forward(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """Statistics of these tokens (None: of all), nothing else."""

@@ -127,7 +127,7 @@ def _compute(
         every_row, of_sequences = _computes_every_row(call, hidden.device), call.batch.per_sequence
         tokens = plan(inputs, ids, config, dtype, per_sequence=of_sequences, has_teacher=teacher is not None)
         if every_row and inputs.completion_mask is not None:
-            head.keep = tokens.scored
+            head.row_mask = tokens.scored
         results = _loss_of_head(head, tokens, inputs, call, teacher, every_row=every_row)
         gradients = head.gradients()
     gradients.accumulate_into = call.accumulate_into

@@ -100,5 +100,5 @@ def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> Samp
                 part.put(counts, keep.sum(1, dtype=counts.dtype))
                 part.put(mass, z.softmax(1).masked_fill_(~keep, 0.0).sum(1))
                 found.append(keep.nonzero()[:, 1].to(counts.dtype))
-        head.release()
+        head.free()
     return SamplingMask(torch.cat(found), *(x.view(ids.shape) for x in (counts, mass, added)))
