@@ -67,17 +67,21 @@ class SampledEntries(NamedTuple):
 
 
 class LMHead:
-    """Products with one lm_head; gradients accumulate here.
+    """The products with one lm_head. It adds up the gradients of hidden, weight and bias over the chunks of a call.
 
-    `inputs`: hidden, weight and bias; `wants`: which of them need gradients, which come back in their types.
-    `compute_dtype`: the type of the products where that is not the inputs' own (autocast). `chunk_rows`: the caller's
-    number of rows. `accumulate_in_fp32`: dweight is a float32 sum. `vocab_slice`: the weight is a slice of the vocabulary; all
-    ranks have the same chunks, and dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside
-    those of each chunk. `row_mask` (N,) bool: padding is computed along with the rest, and its hidden states, which may
-    hold anything, count as 0.
-    `fused_products`: what the backend has with the softmax in the epilogue of the product, "logp" and "exponentials".
-    `takes_exponentials`: gradients may be a scale times exponentials. `gradient_scale`: where gradients of logits are
-    float16, the power of two that dlogits, dweight and dbias hold as a factor; dhidden does not.
+    inputs: hidden, weight and bias. wants: which of them need gradients, which come back in their types.
+    compute_dtype: the type of the products where that is not the inputs' own (autocast).
+    chunk_rows: the caller's number of rows of a chunk.
+    accumulate_in_fp32: dweight is a float32 sum.
+    vocab_slice: the weight is a slice of the vocabulary; all ranks have the same chunks, and dhidden is a float32 sum.
+    teacher_dtype: of the logits of a teacher that are computed for each chunk too.
+
+    Attributes:
+        row_mask: (N,) bool; padding is computed too, and its hidden states, which may hold anything, count as 0.
+        fused_products: which products of the backend include the softmax, of "logp" and "exponentials".
+        takes_exponentials: whether the gradient of a chunk may be one scale per row times exponentials.
+        gradient_scale: where gradients of logits are float16, the power of two that dlogits, dweight and dbias hold as
+            a factor; dhidden does not.
     """
 
     row_mask: Tensor | None = None

@@ -116,8 +116,8 @@ def _compute(
             teacher = new_teacher(call.teacher, config, kernels, call.compute_dtype, *sizes)
         head = LMHead(
             (hidden, weight, bias), kernels, wants=tuple(call.wants), compute_dtype=call.compute_dtype,
-            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, accumulate_in_fp32=config.dweight_sum == "float32",
-            vocab_slice=call.vocab_slice,
+            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows,
+            accumulate_in_fp32=config.dweight_sum == "float32", vocab_slice=call.vocab_slice,
             teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
         )  # fmt: skip
         if has_ids:
