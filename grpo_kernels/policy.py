@@ -173,7 +173,7 @@ def _run(
     has_entropy = scores.want_entropy
     run(tokens, loss, chosen, gradients=any(wants), has_entropy=has_entropy, every_row=False)
     if not any(wants):
-        loss.of_all()
+        loss.gradients()
     return (loss.total,), head.gradients()
 
 
@@ -191,7 +191,7 @@ class _UserLoss:
     def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]:
         return self._differentiate(rows.tokens(self.index.device))
 
-    def of_all(self) -> tuple[Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, Tensor]:
         return self._differentiate(self.index)
 
     def _differentiate(self, here: Tensor) -> tuple[Tensor, Tensor]:

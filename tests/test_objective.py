@@ -117,7 +117,7 @@ def test_value_and_gradient_are_those_of_autograd(surrogate, level):
             tokens, (loss, dlogp, dentropy) = case.planned(), case.exact()
             logp, entropy = case.statistics(tokens)
             found = GRPOLoss(tokens, logp, entropy)
-            gradients = found.of_all()
+            gradients = found.gradients()
             for mine, exact in zip((found.finish()[0], *gradients), (loss, dlogp, dentropy), strict=True):
                 assert_near(mine, exact, case.config)
             assert torch.equal(evaluate(tokens, logp, entropy).dlogp, gradients[0])
@@ -190,7 +190,7 @@ def test_a_scale_or_weight_of_0_drops_what_is_infinite(surrogate):
         case.given["advantages"][0, 1], case.given["old_logps"][0, 1], case.given[name][0, 1] = 3e38, -100.0, 0.0
         tokens = case.planned(torch.float32)
         loss = GRPOLoss(tokens, *case.statistics(tokens))
-        dlogp, _ = loss.of_all()
+        dlogp, _ = loss.gradients()
         assert dlogp.isfinite().all() and dlogp[1] == 0 and loss.finish()[0].isfinite(), name
 
 

@@ -92,7 +92,7 @@ class Case:
 
     def expected(self) -> tuple[Sums, Tensor]:
         loss = GRPOLoss(self.exact, self.logp.double(), self.entropy.double())
-        dlogp, _ = loss.of_all()
+        dlogp, _ = loss.gradients()
         return column_sums(self.batch, loss.finish()[1]), dlogp
 
 
@@ -203,7 +203,7 @@ def test_many_sequences_and_groups(kernels):
     found = Sums.of(numbers, count)
     batch = Batch(inputs, config, "torch", ids.shape, count, 50)
     loss = GRPOLoss(plan(exact, ids, config, torch.float64), logp.double(), logp.double())
-    loss.of_all()
+    loss.gradients()
     for x, y in zip(found, column_sums(batch, loss.finish()[1]), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)
 

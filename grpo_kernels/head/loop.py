@@ -5,10 +5,10 @@
         chunk.backward(*loss(chunk.rows))      dlogits in place; dhidden = dlogits W, dweight += dlogits^T h
     all forward, the loss, then forward and backward of rows with a gradient                                 8 NHV
 
-A loss has `by_sequence` and `by_batch` (what its gradients need to be known first), gives (dlogp, dentropy) (N,) for
-the rows of a chunk when it is called, and for all tokens by `of_all`. Zero-gradient tokens take no part in the last two
-products, masked ones in none: one read of the counts on the host per call. With static shapes, and where there are so
-few rows that leaving some out saves nothing, every row is computed and nothing is read.
+A loss says what its gradients need to be known first: `needs_sequences`, `needs_batch`. It is called with the rows of a
+chunk and returns (dlogp, dentropy) (N,); `gradients` returns them for all tokens. Tokens without a gradient are left out
+of the last two products, masked ones of all three: the host reads their numbers once per call. With static shapes, and
+where there are so few rows that leaving some out saves nothing, every row is computed and nothing is read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Loss(Protocol):
 
     def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]: ...
 
-    def of_all(self) -> tuple[Tensor, Tensor]: ...
+    def gradients(self) -> tuple[Tensor, Tensor]: ...
 
 
 class TokenBatch:
@@ -352,7 +352,7 @@ def run(
     if not gradients or loss.by_batch or (loss.by_sequence and not fits):
         batch.forward(chosen.scored)
         if gradients:
-            batch.backward(*loss.of_all(), every_row=every_row)
+            batch.backward(*loss.gradients(), every_row=every_row)
         return
     if chosen.scored_only is not None:
         batch.forward(chosen.scored_only)
@@ -364,7 +364,7 @@ def run(
     for chunk in chunks:
         chunk.forward()
         # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.
-        chunk.backward(*(loss(chunk.rows, chunk.sequences) if len(chunks) > 1 else loss.of_all()))
+        chunk.backward(*(loss(chunk.rows, chunk.sequences) if len(chunks) > 1 else loss.gradients()))
     batch.finish()
     if batch.kept is not None:
-        batch.backward_kept(*loss.of_all())
+        batch.backward_kept(*loss.gradients())

@@ -379,7 +379,7 @@ def policy_loss(
         count = planned.sequences.count
         batch = Batch(inputs, config, backend, logps.shape, count, num_groups, None, per_sequence)
         loss = GRPOLoss(planned, logp, nats, fused=fused_objective(batch, planned, dtype))
-        gradients = loss.of_all()
+        gradients = loss.gradients()
         value, found = loss.finish()
     return value, found, *(g.reshape(logps.shape).clone() for g in gradients)
 

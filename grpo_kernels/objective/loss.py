@@ -125,9 +125,9 @@ class DistillationLoss:
         self._nothing = torch.zeros_like(entropy)
 
     def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]:
-        return self.of_all()
+        return self.gradients()
 
-    def of_all(self) -> tuple[Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, Tensor]:
         """Returns zeros: the row kernels have the gradient of the divergence."""
         return self._nothing, self._nothing
 
@@ -183,7 +183,7 @@ class GRPOLoss:
         rows.put(self._dlogp, evaluate(part, rows.take(self.logp), rows.take(self.entropy)).dlogp)
         return self._dlogp, self.dentropy
 
-    def of_all(self) -> tuple[Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, Tensor]:
         """Returns the gradients of all tokens, whose statistics are known: they are evaluated once."""
         if self.fused is not None:
             if self._dlogp is None:
@@ -210,7 +210,7 @@ class GRPOLoss:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns (the loss (), what metrics need), when all statistics are known: the record (fields, N), or from the
         fused operation Sums in one row."""
-        self.of_all()
+        self.gradients()
         if self._sums is not None:
             return Sums.of(self._sums, self.tokens.sequences.count).totals[COLUMN.loss].clone(), self._sums
         assert self._whole is not None
