@@ -183,8 +183,8 @@ class _UserLoss:
     def __init__(self, call: _Call, stats: Statistics, index: Tensor, sequence: Tensor, count: int) -> None:
         self.num_sequences = count
         self.call, self.stats, self.index, self.sequence = call, stats, index, sequence
-        self.by_sequence = call.level == "sequence"
-        self.by_batch = call.scores.tokens.kept_ids is not None  # its chunks are not in the order of the tokens
+        self.needs_sequences = call.level == "sequence"
+        self.needs_batch = call.scores.tokens.kept_ids is not None  # its chunks are not in the order of the tokens
         self.total = torch.zeros((), dtype=stats.logp.dtype, device=index.device)
         self._gradients = torch.zeros((2, len(sequence)), dtype=stats.logp.dtype, device=index.device)
 

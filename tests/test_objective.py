@@ -140,8 +140,8 @@ def test_chunks_give_what_all_tokens_give(surrogate, level):
         lengths = active.view(SHAPE).sum(1).tolist()
         logp, entropy = (torch.zeros_like(x) for x in known)
         loss = GRPOLoss(tokens, logp, entropy)
-        assert loss.by_sequence == tokens.rules.whole_sequences
-        if loss.by_sequence:
+        assert loss.needs_sequences == tokens.rules.whole_sequences
+        if loss.needs_sequences:
             ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
             parts = [(Rows(ends[a], ends[b], index[ends[a] : ends[b]]), slice(a, b)) for a, b in ((0, 2), (2, 5))]
         else:

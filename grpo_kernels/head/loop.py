@@ -6,9 +6,9 @@
     all forward, the loss, then forward and backward of rows with a gradient                                 8 NHV
 
 A loss says what its gradients need to be known first: `needs_sequences`, `needs_batch`. It is called with the rows of a
-chunk and returns (dlogp, dentropy) (N,); `gradients` returns them for all tokens. Tokens without a gradient are left out
-of the last two products, masked ones of all three: the host reads their numbers once per call. With static shapes, and
-where there are so few rows that leaving some out saves nothing, every row is computed and nothing is read.
+chunk and returns (dlogp, dentropy) (N,); `gradients` returns them for all tokens. Tokens without a gradient are left
+out of the last two products, masked ones of all three: the host reads their numbers once per call. With static shapes,
+and where there are so few rows that leaving some out saves nothing, every row is computed and nothing is read.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Head = LMHead | GivenLogits | KeptLogits
 
 
 class Loss(Protocol):
-    by_sequence: bool
-    by_batch: bool
+    needs_sequences: bool
+    needs_batch: bool
 
     def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]: ...
 
@@ -349,7 +349,7 @@ def run(
         batch.normalise_teacher(chosen.scored)
     lengths = chosen.lengths
     fits = lengths is not None and max(lengths, default=0) <= batch.head.sequence_rows
-    if not gradients or loss.by_batch or (loss.by_sequence and not fits):
+    if not gradients or loss.needs_batch or (loss.needs_sequences and not fits):
         batch.forward(chosen.scored)
         if gradients:
             batch.backward(*loss.gradients(), every_row=every_row)
@@ -357,7 +357,7 @@ def run(
     if chosen.scored_only is not None:
         batch.forward(chosen.scored_only)
     kind = batch.chunk_kind(has_entropy)
-    if loss.by_sequence and lengths is not None:
+    if loss.needs_sequences and lengths is not None:
         chunks = batch.sequences(chosen.has_gradient, lengths, kind)
     else:
         chunks = batch.chunks(chosen.has_gradient, kind)

@@ -144,7 +144,7 @@ def _loss_of_head(
     every_row: bool,
 ) -> tuple[Tensor, ...]:
     """`loss_from_hidden`; the gradients are left in `head`."""
-    config, shape, by_sequence = call.batch.config, call.batch.shape, tokens.rules.whole_sequences
+    config, shape, needs_sequences = call.batch.config, call.batch.shape, tokens.rules.whole_sequences
     mask = None
     if inputs.kept_ids is not None:
         # The rows of given logits are all computed, whatever the mask: they decide no shape.
@@ -158,7 +158,7 @@ def _loss_of_head(
         head, tokens.ids, tokens.temperature, transform, stats, sparse_backward=config.sparse_backward, teacher=teacher
     )
     chosen = None
-    sequences = tokens.sequences if by_sequence else None
+    sequences = tokens.sequences if needs_sequences else None
     if mask is not None:
         chosen = token_batch.add_mask(
             mask, tokens.scored, tokens.has_gradient, None if sequences is None else sequences.offsets

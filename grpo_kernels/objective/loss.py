@@ -118,7 +118,7 @@ class DistillationLoss:
     """The divergence to a teacher's distribution alone: a loss without sampled ids. entropy, divergence (N,): of all
     tokens."""
 
-    by_sequence = by_batch = False
+    needs_sequences = needs_batch = False
 
     def __init__(self, tokens: Tokens, entropy: Tensor, divergence: Tensor) -> None:
         self.tokens, self.entropy, self.divergence = tokens, entropy, divergence
@@ -146,7 +146,7 @@ Operation = Callable[[ObjectiveInputs, Tensor, Tensor, Tensor, Rows | None], Ten
 class GRPOLoss:
     """The loss of a batch whose statistics become known chunk by chunk. logp, entropy (N,): of all tokens, 0 at first.
 
-    by_sequence: gradients need all tokens of a sequence; by_batch: of the batch (a bonus over kept entropies).
+    needs_sequences: gradients need all tokens of a sequence; needs_batch: of the batch (a bonus over kept entropies).
     divergence (N,): to a teacher's distribution, which config.distill_coef weighs. fused: the operation `objective` of
     a backend that has this loss, and what it receives.
     """
@@ -157,17 +157,17 @@ class GRPOLoss:
     ) -> None:  # fmt: skip
         self.tokens, self.logp, self.entropy, self.divergence = tokens, logp, entropy, divergence
         self.fused = fused
-        self.by_sequence, self.by_batch = tokens.rules.whole_sequences, bool(tokens.config.entropy_kept_only)
+        self.needs_sequences, self.needs_batch = tokens.rules.whole_sequences, bool(tokens.config.entropy_kept_only)
         self.dentropy = tokens.dloss_dentropy
         self._dlogp: Tensor | None = None
         self._sums: Tensor | None = None
         self._whole: Objective | None = None  # of all tokens, when all have been evaluated at once
 
     def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Returns d loss / d logp and d loss / d entropy (N,), of which those of the rows are known. With `by_sequence`
-        the rows are all active tokens of these sequences."""
+        """Returns d loss / d logp and d loss / d entropy (N,), of which those of the rows are known. With
+        `needs_sequences` the rows are all active tokens of these sequences."""
         length = self.tokens.sequences.row_length
-        if self.by_sequence and length is None:  # where packed sequences begin the host does not know
+        if self.needs_sequences and length is None:  # where packed sequences begin the host does not know
             return evaluate(self.tokens, self.logp, self.entropy).dlogp, self.dentropy
         if self._dlogp is None:
             self._dlogp = torch.zeros_like(self.logp)
@@ -175,7 +175,7 @@ class GRPOLoss:
             operation, inputs = self.fused
             operation(inputs, self.logp, self.entropy, self._dlogp, rows)
             return self._dlogp, self.dentropy
-        if self.by_sequence and sequences is not None and length is not None:
+        if self.needs_sequences and sequences is not None and length is not None:
             rows = Rows(sequences.start * length, sequences.stop * length)
             part = self.tokens.part(rows.take, sequences)
         else:
@@ -193,7 +193,7 @@ class GRPOLoss:
                 self._sums = operation(inputs, self.logp, self.entropy, self._dlogp, None)
             return self._dlogp, self.dentropy
         if self._whole is None:
-            if self.by_batch:
+            if self.needs_batch:
                 self._keep_entropies()
             self._whole = evaluate(self.tokens, self.logp, self.entropy)
         return self._whole.dlogp, self.dentropy
