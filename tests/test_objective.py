@@ -118,7 +118,7 @@ def test_value_and_gradient_are_those_of_autograd(surrogate, level):
             logp, entropy = case.statistics(tokens)
             found = GRPOLoss(tokens, logp, entropy)
             gradients = found.gradients()
-            for mine, exact in zip((found.finish()[0], *gradients), (loss, dlogp, dentropy), strict=True):
+            for mine, exact in zip((found.value_and_metrics()[0], *gradients), (loss, dlogp, dentropy), strict=True):
                 assert_near(mine, exact, case.config)
             assert torch.equal(evaluate(tokens, logp, entropy).dlogp, gradients[0])
             if tokens.has_gradient is not None:  # whose complement takes no part in any product
@@ -178,7 +178,7 @@ def test_what_is_not_a_number_stays_so_and_padding_has_no_effect(surrogate, leve
         case.logps = logps.index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(math.nan).double())
         loss = GRPOLoss(clean, *case.statistics(clean))
         loss.logp[case.logps.view(-1).isnan()] = math.nan
-        assert loss.finish()[0].isnan()
+        assert loss.value_and_metrics()[0].isnan()
 
 
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)
@@ -191,7 +191,7 @@ def test_a_scale_or_weight_of_0_drops_what_is_infinite(surrogate):
         tokens = case.planned(torch.float32)
         loss = GRPOLoss(tokens, *case.statistics(tokens))
         dlogp, _ = loss.gradients()
-        assert dlogp.isfinite().all() and dlogp[1] == 0 and loss.finish()[0].isfinite(), name
+        assert dlogp.isfinite().all() and dlogp[1] == 0 and loss.value_and_metrics()[0].isfinite(), name
 
 
 @pytest.mark.parametrize("kl", KL_ESTIMATORS[1:])

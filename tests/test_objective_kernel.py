@@ -93,7 +93,7 @@ class Case:
     def expected(self) -> tuple[Sums, Tensor]:
         loss = GRPOLoss(self.exact, self.logp.double(), self.entropy.double())
         dlogp, _ = loss.gradients()
-        return column_sums(self.batch, loss.finish()[1]), dlogp
+        return column_sums(self.batch, loss.value_and_metrics()[1]), dlogp
 
 
 def configs() -> list[tuple[GRPOConfig, bool]]:
@@ -204,7 +204,7 @@ def test_many_sequences_and_groups(kernels):
     batch = Batch(inputs, config, "torch", ids.shape, count, 50)
     loss = GRPOLoss(plan(exact, ids, config, torch.float64), logp.double(), logp.double())
     loss.gradients()
-    for x, y in zip(found, column_sums(batch, loss.finish()[1]), strict=True):
+    for x, y in zip(found, column_sums(batch, loss.value_and_metrics()[1]), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)
 
 

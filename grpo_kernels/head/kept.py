@@ -192,13 +192,13 @@ class KeptLogits(HeldLogits):
         return rows.logits
 
     def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
-        """dhidden of a matrix; `finish` has the rest."""
+        """dhidden of a matrix; `add_dweight` adds the rest."""
         if self.head.wants[0]:
             assert isinstance(rows, KeptMatrix)
             dhidden = self.head.dhidden_to_write(every_row=self.num_tokens == self.head.num_tokens)
             self.backend.kept_dhidden(dlogits, self.head.weight, rows.kept, dhidden)
 
-    def finish(self) -> None:
+    def add_dweight(self) -> None:
         """dweight and dbias of all tokens, once, after the dense products."""
         self.head.add_pairs(self.numbers, self.pairs)
 

@@ -150,7 +150,7 @@ class TokenBatch:
         for chunk in self.chunks(index, Chunk):
             chunk.recompute_logits()
             chunk.backward(dlogp, dentropy)
-        self.finish()
+        self.flush_sparse()
         self.backward_kept(dlogp, dentropy)
 
     def backward_kept(self, dlogp: Tensor, dentropy: Tensor) -> None:
@@ -159,9 +159,9 @@ class TokenBatch:
             for chunk in self.kept.chunks(None, Chunk):
                 chunk.recompute_logits()
                 chunk.backward(dlogp, dentropy)
-            self.kept_logits.finish()
+            self.kept_logits.add_dweight()
 
-    def finish(self) -> None:
+    def flush_sparse(self) -> None:
         """After all dense chunks with a gradient: the pairs of sparse gradients, and tokens with too many of them."""
         if self.pairs is None:
             return
@@ -169,7 +169,7 @@ class TokenBatch:
             for chunk in self.chunks(self.pairs.dense(), Chunk):
                 chunk.recompute_logits()
                 chunk.add_gradient(*self.pairs.coefficients)
-        self.pairs.finish()
+        self.pairs.multiply_pairs()
 
     def mask_sums(self) -> Tensor:
         """Returns the numbers of metrics.MASK_SUMS."""
@@ -365,6 +365,6 @@ def run(
         chunk.forward()
         # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.
         chunk.backward(*(loss(chunk.rows, chunk.sequences) if len(chunks) > 1 else loss.gradients()))
-    batch.finish()
+    batch.flush_sparse()
     if batch.kept is not None:
         batch.backward_kept(*loss.gradients())

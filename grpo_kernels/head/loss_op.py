@@ -177,7 +177,7 @@ def _loss_of_head(
     if every_row and tokens.scored is not None:  # rows that do not count were computed too
         for x in (stats.logp, stats.entropy, *([] if divergence is None else [divergence])):
             x.copy_(torch.where(tokens.scored, x, 0.0))
-    value, found = loss.finish()
+    value, found = loss.value_and_metrics()
     others = []
     if mask is not None:
         others.append(token_batch.mask_sums())
@@ -380,7 +380,7 @@ def policy_loss(
         batch = Batch(inputs, config, backend, logps.shape, count, num_groups, None, per_sequence)
         loss = GRPOLoss(planned, logp, nats, fused=fused_objective(batch, planned, dtype))
         gradients = loss.gradients()
-        value, found = loss.finish()
+        value, found = loss.value_and_metrics()
     return value, found, *(g.reshape(logps.shape).clone() for g in gradients)
 
 

@@ -87,7 +87,7 @@ class SparsePairs:
         self._collect()
         return torch.cat([*self._dense, torch.empty(0, dtype=torch.int64, device=self.head.weight.device)])
 
-    def finish(self) -> None:
+    def multiply_pairs(self) -> None:
         """The products, after those of the tokens in `dense`; `sums` is what remains."""
         self._collect()
         self._buffers = None

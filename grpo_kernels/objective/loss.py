@@ -131,7 +131,7 @@ class DistillationLoss:
         """Returns zeros: the row kernels have the gradient of the divergence."""
         return self._nothing, self._nothing
 
-    def finish(self) -> tuple[Tensor, Tensor]:
+    def value_and_metrics(self) -> tuple[Tensor, Tensor]:
         """Returns (the loss (), sums of divergence and entropy over the tokens that count, and their number (3,))."""
         value = weighted(self.tokens.dloss_direct, self.tokens.config.distill_coef * self.divergence)
         columns = torch.stack([self.divergence, self.entropy, torch.ones_like(self.entropy)]).double()
@@ -207,7 +207,7 @@ class GRPOLoss:
         share = kept.sum().clamp(min=1) / counted.sum(dtype=weight.dtype)  # of two integers it had torch's default type
         self.dentropy = torch.where(kept, weight / share, 0.0)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
+    def value_and_metrics(self) -> tuple[Tensor, Tensor]:
         """Returns (the loss (), what metrics need), when all statistics are known: the record (fields, N), or from the
         fused operation Sums in one row."""
         self.gradients()

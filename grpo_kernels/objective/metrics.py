@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def record_fields(self) -> tuple[str, ...]:
-        """The names of what GRPOLoss.finish returns."""
+        """The names of what GRPOLoss.value_and_metrics returns."""
         inputs, rules = self.tokens, rules_of(self.tokens, self.config, self.per_sequence, self.has_teacher)
         present = {
             "scored": inputs.completion_mask is not None or not (self.config.score_inactive or rules.all_have_gradient),
@@ -58,7 +58,8 @@ class Batch:
         return *always, *(name for name, there in present.items() if there)
 
     def measured_shape(self, *, is_fused: bool) -> tuple[int, ...]:
-        """Returns the shape of what GRPOLoss.finish returns for metrics; is_fused: from the fused operation."""
+        """Returns the shape of what GRPOLoss.value_and_metrics returns for metrics; is_fused: from the fused
+        operation."""
         if is_fused:
             return (Sums.length(self.num_sequences, self.num_groups),)
         return len(self.record_fields), math.prod(self.shape)  # numel() would make a number of a symbol

@@ -78,7 +78,7 @@ def add_exponentials(y, slope, y_id, to_exponent, is_id, sums):
 
 
 @triton.jit
-def finish(sums, y_id, slope_id, ids, known, live, rows, token, scales, out):
+def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales, out):
     """Statistics, unit and E_id of rows; where the sum overflowed, repair_kernel writes them again."""
     rest, moment = sums
     to_z, chain = scales
@@ -135,7 +135,7 @@ def rows_kernel(logits, ids, place, temperature, count, out, p, OPTIONS: tl.cons
         for first in range(end, row.vocab, BLOCK // 2):
             sums = store_columns(row, exps_at, first, row.vocab, y_id, to_exponent, sums, p, OPTIONS, BLOCK // 2)
     tl.debug_barrier()  # the thread that wrote the sampled id's column need not be the one that writes E_id
-    finish(sums, y_id, slope_id, row.ids, row.known, row.live, row.at, row.token, scales, out)
+    store_statistics(sums, y_id, slope_id, row.ids, row.known, row.live, row.at, row.token, scales, out)
 
 
 def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..operations import HeadChunk, Statistics
-from .exponentials import Out, add_exponentials, finish, repair
+from .exponentials import Out, add_exponentials, repair, store_statistics
 from .maths import INV_LN2, LN2, softcap
 from .matmul import (
     COMBINED_PARTS,
@@ -232,7 +232,7 @@ def finish_kernel(head, ids, temperature, partial, out, count, parts, CAPPED: tl
         moment += tl.sum(tl.load(at + parts.to(tl.int64) * count, mask=wanted, other=0.0), 0)
     y_id = tl.load(partial.y_ids + rows, mask=live, other=0.0)
     slope_id = tl.load(partial.slope_ids + rows, mask=live, other=0.0)
-    finish((rest, moment), y_id, slope_id, id_, live & (id_ >= 0), live, rows, rows, scales, out)
+    store_statistics((rest, moment), y_id, slope_id, id_, live & (id_ >= 0), live, rows, rows, scales, out)
 
 
 def fused_exponentials(chunk: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
