@@ -1,5 +1,4 @@
-"""Bad input: a ValueError or TypeError that names the argument, what came and what would be right; nothing was
-changed."""
+"""Bad input: a ValueError or TypeError that names the argument, what came and what would be right; nothing was changed."""
 
 # ruff: noqa: E501  (a table: one case per line)
 from __future__ import annotations
@@ -478,8 +477,7 @@ def test_other_functions_refuse(function, good, cases):
         refuses(function, good | changes, error, *words)
 
 
-# --- what reads values, on a GPU
-# ---------------------------------------------------------------------------------------
+# --- what reads values, on a GPU ---------------------------------------------------------------------------------------
 
 
 def test_values_on_a_gpu_are_read_with_the_debug_switch_alone(monkeypatch):
