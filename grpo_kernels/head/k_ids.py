@@ -180,7 +180,7 @@ class KLogps(KIds):
         super().__init__(ids, stats, *of)
         self.logp = stats.logp.new_zeros(self.ids.shape)
 
-    def put(self, chunk: LogitChunk, backend: Backend) -> None:
+    def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
         """After the statistics of a chunk."""
         if self.finds:
             chunk.rows.put(self.ids, self._likeliest(chunk))

@@ -135,7 +135,7 @@ class TokenBatch:
                 chunk.forward()
             return
         for rows in self.head.chunks(index):
-            self.put(rows, fused(self.head_chunk(rows), entropy=entropy))
+            self.store_statistics(rows, fused(self.head_chunk(rows), entropy=entropy))
 
     def backward(self, dlogp: Tensor, dentropy: Tensor, *, every_row: bool = False) -> None:
         """Gradients of every token with a coefficient other than 0, from its logits computed again."""
@@ -215,8 +215,8 @@ class TokenBatch:
         has_gradient = (own != 0) | (of_entropy != 0)
         return SampledEntries(ids, torch.where(has_gradient, values, 0.0).float())
 
-    def put(self, rows: Rows, found: Statistics) -> None:
-        for destination, x in zip(self.stats, found, strict=True):
+    def store_statistics(self, rows: Rows, statistics: Statistics) -> None:
+        for destination, x in zip(self.stats, statistics, strict=True):
             rows.put(destination, x)
 
 
@@ -239,7 +239,7 @@ class Chunk:
         if batch.vocab_slice is not None:
             batch.vocab_slice.combine(rows, batch.sampled_ids, batch.stats)
         if batch.teacher is not None:
-            batch.teacher.put(read, batch.backend)
+            batch.teacher.after_statistics(read, batch.backend)
 
     def recompute_logits(self) -> None:
         """Computes the logits of tokens whose statistics are known."""
@@ -323,7 +323,7 @@ class FusedExponentials(Exponentials):
         assert isinstance(head, LMHead) and batch.backend.fused_exponentials is not None
         self.exponentials = head.scratch.gradients(self.rows.count)
         found, self.unit = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
-        batch.put(self.rows, found)
+        batch.store_statistics(self.rows, found)
 
 
 def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, slice]]:

@@ -94,7 +94,7 @@ class TeacherHead:
         given = self.weight, self.divergence, self.offset, self.lse
         return TeacherLogits(logits, self.head.folded_bias, self.transform, *given)
 
-    def put(self, chunk: LogitChunk, backend: Backend) -> None:
+    def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
         """Replaces what the row kernel wrote of a slice of the vocabulary."""
         if self.vocab_slice is not None:
             own = chunk.rows.take(self.lse).contiguous()
@@ -119,7 +119,7 @@ class TopKHead(KIds):
         self.mode, self.transform, self.rest = mode, transform, stats if mode == "tail" else None
         self.divergence = torch.zeros_like(stats.logp)
 
-    def put(self, chunk: LogitChunk, backend: Backend) -> None:
+    def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
         """After the statistics of a chunk, whose logits are as before afterwards."""
         rows = chunk.rows
         if self.rest is not None:
@@ -195,7 +195,7 @@ class PolicyTopK(TopKHead):
         self.log_q = self.stats.lse.new_zeros(self.ids.shape)
         self.mass = None if self.mode == "renormalize" else torch.zeros_like(self.stats.lse)
 
-    def put(self, chunk: LogitChunk, backend: Backend) -> None:
+    def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
         rows, head, ids = chunk.rows, self.head, self._likeliest(chunk)
         rows.put(self.ids, ids)
         columns = pad(self._columns(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
@@ -211,7 +211,7 @@ class PolicyTopK(TopKHead):
             log_q = log_q - rows.take(self.stats.lse)[:, None]
             rows.put(self.mass, log_q.exp().sum(1))
         rows.put(self.log_q, log_q)
-        super().put(chunk, backend)
+        super().after_statistics(chunk, backend)
 
 
 class KeptTeacher(TeacherHead):
