@@ -27,7 +27,7 @@ from .vocab_parallel import VocabSlice
 BLOCKS, DIRECT, PIECE_ELEMENTS = (8, 32), 16, 2**22
 
 
-class KIdSlopes(NamedTuple):
+class TopKGradient(NamedTuple):
     """Of a sum over K ids: its derivative by z of these (C, K); by that of another id p_j outside + (share of j in the
     rest) of_rest, (C,) each."""
 
@@ -36,7 +36,7 @@ class KIdSlopes(NamedTuple):
     of_rest: Tensor
 
 
-class Entries(NamedTuple):
+class GradientPatch(NamedTuple):
     """Logits of a chunk that are written over: where, which of the columns those are (None: all), and the gradient of
     all columns (C, K + 1), the sampled one last."""
 
@@ -50,7 +50,7 @@ class Entries(NamedTuple):
         dlogits[self.place] = rounded if self.here is None else rounded[self.here]
 
 
-class KIds:
+class TopKIds:
     """K ids of each token of a call, and a sum over them that the loss has a gradient through.
 
     ids: (N, K) int64 of the whole vocabulary, or how many of the likeliest to find. used (N, K) bool: other places
@@ -68,13 +68,13 @@ class KIds:
         self.ids = stats.lse.new_full((len(stats.lse), ids), -1, dtype=torch.int64) if isinstance(ids, int) else ids
         self.used = torch.ones_like(self.ids[:1, :1], dtype=torch.bool).expand(self.ids.shape)
 
-    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> KIdSlopes:
+    def _sum_gradient(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradient:
         """log_p (C, K)."""
         raise NotImplementedError
 
     def patch(
         self, chunk: LogitChunk, sampled: Tensor, coefficients: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[LogitChunk, Tensor, Tensor, Entries]:
+    ) -> tuple[LogitChunk, Tensor, Tensor, GradientPatch]:
         """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
         entries of the K ids and the sampled one). sampled (N,): ids of the whole vocabulary. coefficients (N,): these
         two and `weight`. To be called before the gradient takes the place of the logits."""
@@ -82,23 +82,23 @@ class KIds:
         own = torch.where(own < 0, kept[:, :1], own)  # without a sampled one the first again
         ids = torch.cat([kept, own], 1)
         log_p, dz_du = self._log_p(chunk, ids)
-        slopes = self._slopes(chunk, log_p[:, :-1])
+        slopes = self._sum_gradient(chunk, log_p[:, :-1])
         log_rest = torch.zeros_like(log_p[:, 0])  # 0 where it is not needed, or there is no other id
         if self.rest is not None:
             log_rest = rows.take(self.rest.lse) - rows.take(chunk.stats.lse)
             log_rest = torch.where(log_rest > -torch.inf, log_rest, 0.0)
         dlogp, dentropy, weight = (rows.take(x).double() for x in coefficients)
         gradient = self._gradient(chunk, ids, log_p, slopes, log_rest, dlogp, dentropy, weight)
-        changed = self._of_others(chunk, slopes, log_rest, dlogp, dentropy, weight)
+        changed = self._tail_coefficients(chunk, slopes, log_rest, dlogp, dentropy, weight)
         stats = Statistics(*(x.clone() for x in chunk.stats))
         dlogp, dentropy = (x.clone() for x in coefficients[:2])
         for whole, x in zip((stats.lse, stats.entropy, dlogp, dentropy), changed, strict=True):
             rows.put(whole, x)
-        place, here = self._places(ids)
-        return chunk._replace(stats=stats), dlogp, dentropy, Entries(place, here, gradient * dz_du)
+        place, here = self._positions(ids)
+        return chunk._replace(stats=stats), dlogp, dentropy, GradientPatch(place, here, gradient * dz_du)
 
     def _gradient(
-        self, chunk: LogitChunk, ids: Tensor, log_p: Tensor, slopes: KIdSlopes, log_rest: Tensor, dlogp: Tensor,
+        self, chunk: LogitChunk, ids: Tensor, log_p: Tensor, slopes: TopKGradient, log_rest: Tensor, dlogp: Tensor,
         dentropy: Tensor, weight: Tensor,
     ) -> Tensor:  # fmt: skip
         """d loss / d z (C, K + 1) of the K ids and the sampled one, which come last in `ids`:
@@ -115,8 +115,8 @@ class KIds:
         weighted_logp = torch.where(p == 0, 0.0, p * (log_p + entropy))
         return slope - dlogp * p - dentropy * weighted_logp + dlogp * (ids == sampled)
 
-    def _of_others(
-        self, chunk: LogitChunk, slopes: KIdSlopes, log_rest: Tensor, dlogp: Tensor, dentropy: Tensor, weight: Tensor
+    def _tail_coefficients(
+        self, chunk: LogitChunk, slopes: TopKGradient, log_rest: Tensor, dlogp: Tensor, dentropy: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(log-sum-exp, entropy, d loss / d logp, d loss / d entropy) (C,) with which a row kernel has the gradient of
         the other ids. It computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)); with the log-sum-exp of the rest
@@ -128,13 +128,13 @@ class KIds:
 
     # --- logits of K ids ------------------------------------------------------------------------------------------
 
-    def _columns(self, ids: Tensor) -> Tensor:
+    def _local_ids(self, ids: Tensor) -> Tensor:
         """Where the logits of ids are in their rows, -1 where another rank has them."""
         return ids if self.vocab_slice is None else self.vocab_slice.local_ids(ids)
 
-    def _places(self, ids: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    def _positions(self, ids: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Indices of ids (C, K) in the rows of a chunk's logits, and which of them are there; None: all."""
-        row, columns = torch.arange(len(ids), device=ids.device)[:, None], self._columns(ids)
+        row, columns = torch.arange(len(ids), device=ids.device)[:, None], self._local_ids(ids)
         if self.vocab_slice is None:
             return (row, columns.clamp(0, self.vocab_size - 1)), None
         here = columns >= 0
@@ -143,19 +143,19 @@ class KIds:
     def _log_p(self, chunk: LogitChunk, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probabilities, derivative of z by the logits, where they are here) of ids (C, K), in float64. NaN for
         an id that is not in the vocabulary."""
-        columns = self._columns(ids).clamp(0, chunk.logits.shape[1] - 1)
+        columns = self._local_ids(ids).clamp(0, chunk.logits.shape[1] - 1)
         temperature = chunk.rows.take(chunk.temperature)
         u = _of_columns(chunk.logits, columns).to(torch.promote_types(chunk.logits.dtype, torch.float32))
         u = u if chunk.bias is None else u + chunk.bias[columns]
         z, of_softcap = exact_z(u, temperature, chunk.transform)
         chain = chunk.transform.logit_scale / temperature.double()[:, None]
         chain = chain if of_softcap is None else chain * of_softcap
-        return self._of_all_ranks(z, ids) - chunk.rows.take(chunk.stats.lse)[:, None], chain
+        return self._on_all_ranks(z, ids) - chunk.rows.take(chunk.stats.lse)[:, None], chain
 
-    def _of_all_ranks(self, z: Tensor, ids: Tensor) -> Tensor:
+    def _on_all_ranks(self, z: Tensor, ids: Tensor) -> Tensor:
         """z (C, K) of ids, of which a rank knows its own."""
         if self.vocab_slice is not None:
-            z = torch.where(self._columns(ids) >= 0, z, 0.0)
+            z = torch.where(self._local_ids(ids) >= 0, z, 0.0)
             self.vocab_slice.add_up(z)
         return torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
 
@@ -173,7 +173,7 @@ class KIds:
         return ids.gather(1, u.sort(dim=1, descending=True, stable=True).indices[:, :k])
 
 
-class KLogps(KIds):
+class TopKLogps(TopKIds):
     """The log-probabilities of K ids, `logp` (N, K): their sum times g has d / dz_i = sum_j g_j ([i = j] - p_i)."""
 
     def __init__(self, ids: Tensor | int, stats: Statistics, *of: Any) -> None:
@@ -199,10 +199,10 @@ class KLogps(KIds):
         g = g / torch.where(self.weight == 0, 1.0, self.weight.double())[:, None]
         self.total, self.shares = g.sum(1), add_equal(self.ids, g)
 
-    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> KIdSlopes:
+    def _sum_gradient(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradient:
         total = chunk.rows.take(self.total)
         inside = chunk.rows.take(self.shares) - log_p.exp() * total[:, None]
-        return KIdSlopes(inside, -total, torch.zeros_like(total))
+        return TopKGradient(inside, -total, torch.zeros_like(total))
 
 
 def exact_z(u: Tensor, temperature: Tensor, params: LogitTransform | TeacherTransform) -> tuple[Tensor, Tensor | None]:

@@ -29,7 +29,7 @@ from ..names import add_op_namespace_prefix
 from ..teacher import Teacher, TopKTeacher, check_teacher_values, teacher_signature
 from .chunk_size import Selection, select_tokens
 from .gradients import refuse_double_backward
-from .k_ids import KLogps
+from .k_ids import TopKLogps
 from .kept import make_token_mask
 from .lm_head import LMHead
 from .loop import TokenBatch
@@ -104,7 +104,7 @@ def logps_from_hidden(
 
 
 Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
-AnyTeacher = Union[TeacherHead, TopKHead, KLogps, None]
+AnyTeacher = Union[TeacherHead, TopKHead, TopKLogps, None]
 
 
 class Opened(NamedTuple):
@@ -145,7 +145,7 @@ def open_pass(
         temperature = _filled(per_token.view(-1), mask, 1.0)
     sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=every_row)
     sampled = (ids[..., 0] if ids.dim() == inputs[0].dim() else ids).reshape(-1)  # of K ids the first
-    if isinstance(teacher, KLogps) and not any(wants):
+    if isinstance(teacher, TopKLogps) and not any(wants):
         sampled = torch.full_like(sampled, -1)  # no id apart in the sums, which are the same for any K ids of a token
     sampled = sampled if mask is None else torch.where(mask, sampled, 0)
     tokens = TokenBatch(
@@ -202,18 +202,18 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
         head.free()
         if every_row and mask is not None:
             stats = Statistics(*(torch.where(mask, x, 0.0) for x in stats))
-            if isinstance(teacher, KLogps):
+            if isinstance(teacher, TopKLogps):
                 teacher.clear(~mask)
         return stats, teacher
 
 
-def _k_logps(inputs: Inputs, call: LogpsCall, stats: Statistics) -> Optional[KLogps]:
+def _k_logps(inputs: Inputs, call: LogpsCall, stats: Statistics) -> Optional[TopKLogps]:
     """What belongs to K ids of each token, where the call is of these."""
     ids, several = call.tokens.completion_ids, inputs[0].dim() == call.tokens.completion_ids.dim()
     if not several and not call.top_k:
         return None
     given = ids.reshape(-1, ids.shape[-1]).long() if several else call.top_k
-    return KLogps(given, stats, vocab_size_of(inputs[1], call.vocab_slice), call.vocab_slice)
+    return TopKLogps(given, stats, vocab_size_of(inputs[1], call.vocab_slice), call.vocab_slice)
 
 
 def _shaped(x: Tensor, hidden: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _results(
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """`logps_from_hidden`."""
     logp, divergence, ids = stats.logp, None, None
-    if isinstance(known, KLogps):
+    if isinstance(known, TopKLogps):
         logp, ids = known.logp, _shaped(known.ids, hidden) if known.finds else None
     elif known is not None:
         divergence = _shaped(known.divergence, hidden)

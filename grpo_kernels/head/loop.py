@@ -24,7 +24,7 @@ from ..kernels.torch.rows import gradient_of_sampled
 from ..kernels.torch.transform import transformed
 from ..objective.metrics import MASK_SUMS
 from .chunk_size import Selection, select_rows
-from .k_ids import KIds, KLogps
+from .k_ids import TopKIds, TopKLogps
 from .kept import DenseMask, KeptLogits, split
 from .lm_head import GivenLogits, LMHead, SampledEntries
 from .sparse import SparsePairs
@@ -47,7 +47,7 @@ class TokenBatch:
 
     def __init__(
         self, head: Head, ids: Tensor, temperature: Tensor, transform: LogitTransform, stats: Statistics,
-        *, sparse_backward: float | None = None, teacher: TeacherHead | TopKHead | KLogps | None = None,
+        *, sparse_backward: float | None = None, teacher: TeacherHead | TopKHead | TopKLogps | None = None,
     ) -> None:  # fmt: skip
         self.head, self.backend, self.vocab_slice = head, head.backend, head.vocab_slice
         self.sampled_ids = ids  # of the whole vocabulary
@@ -280,7 +280,7 @@ class Chunk:
         if weight is not None and read.teacher is not None:
             read = read._replace(teacher=read.teacher._replace(weight=weight))
         entries = None
-        if weight is not None and isinstance(batch.teacher, KIds):
+        if weight is not None and isinstance(batch.teacher, TopKIds):
             read, dlogp, dentropy, entries = batch.teacher.patch(read, batch.sampled_ids, (dlogp, dentropy, weight))
         rounds = isinstance(head, LMHead) and head.grad_dtype.itemsize == 2
         logp = batch.sampled_logps(read) if rounds else None  # before the gradient takes the place of the logits

@@ -41,7 +41,7 @@ from ..kernels.operations import (
 from ..kernels.torch.teacher import slopes, sums
 from ..loss_config import LossConfig
 from ..teacher import Teacher, TopKTeacher, has_full_vocab
-from .k_ids import KIds, KIdSlopes, exact_z
+from .k_ids import TopKGradient, TopKIds, exact_z
 from .kept import KeptLogits, KeptMatrix
 from .lm_head import LMHead
 from .vocab_parallel import VocabSlice
@@ -108,7 +108,7 @@ class TeacherHead:
 # --- K ids -----------------------------------------------------------------------------------------------------------
 
 
-class TopKHead(KIds):
+class TopKHead(TopKIds):
     """A divergence over K ids. weight (N,): d loss / d divergence; log_q (N, K): the teacher's, -inf where not used."""
 
     log_q: Tensor
@@ -123,7 +123,7 @@ class TopKHead(KIds):
         """After the statistics of a chunk, whose logits are as before afterwards."""
         rows = chunk.rows
         if self.rest is not None:
-            place, _ = self._places(rows.take(self.ids))
+            place, _ = self._positions(rows.take(self.ids))
             kept = chunk.logits[place]
             chunk.logits[place] = -torch.inf  # scatter_ would copy all of the logits, whose rows have gaps
             backend.statistics(chunk._replace(stats=self.rest, teacher=None))
@@ -148,7 +148,7 @@ class TopKHead(KIds):
         rest = torch.stack([log_rest, torch.where(has_rest, others, -torch.inf)], 1)
         return torch.cat([log_p, rest[:, :1]], 1), torch.cat([log_q, rest[:, 1:]], 1)
 
-    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> KIdSlopes:
+    def _sum_gradient(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradient:
         """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
         outcomes = self._outcomes(chunk, log_p)
         p = outcomes[0].exp()
@@ -158,7 +158,7 @@ class TopKHead(KIds):
         outside, of_rest = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)
         if self.rest is not None:
             inside, of_rest = inside[:, :-1], dlogp_term[:, -1]
-        return KIdSlopes(torch.where(chunk.rows.take(self.used), inside, inside[:, :1]), outside, of_rest)
+        return TopKGradient(torch.where(chunk.rows.take(self.used), inside, inside[:, :1]), outside, of_rest)
 
 
 class GivenTopK(TopKHead):
@@ -198,7 +198,7 @@ class PolicyTopK(TopKHead):
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
         rows, head, ids = chunk.rows, self.head, self._likeliest(chunk)
         rows.put(self.ids, ids)
-        columns = pad(self._columns(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
+        columns = pad(self._local_ids(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
         kept = KeptIds(Rows(0, rows.count, rows.tokens(ids.device)), columns)
         u = torch.empty(columns.shape, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=ids.device)
         backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept, u)
@@ -206,7 +206,7 @@ class PolicyTopK(TopKHead):
         if self.mass is not None:
             u = u.to(head.logits_dtype)  # as those under the normaliser were rounded
         z, _ = exact_z(u, rows.take(chunk.temperature), self.transform)
-        log_q = self._of_all_ranks(z, ids)
+        log_q = self._on_all_ranks(z, ids)
         if self.mass is not None:
             log_q = log_q - rows.take(self.stats.lse)[:, None]
             rows.put(self.mass, log_q.exp().sum(1))
