@@ -28,38 +28,40 @@ BLOCKS, DIRECT, PIECE_ELEMENTS = (8, 32), 16, 2**22
 
 
 class TopKGradient(NamedTuple):
-    """Of a sum over K ids: its derivative by z of these (C, K); by that of another id p_j outside + (share of j in the
-    rest) of_rest, (C,) each."""
+    """The gradient of a sum over K ids by the logits z.
 
-    inside: Tensor
-    outside: Tensor
-    of_rest: Tensor
+    d_kept: by z of the K ids. By z_j of any other id j it is p_j d_other + (p_j / the mass of the other ids) d_tail.
+    """
+
+    d_kept: Tensor  # (C, K)
+    d_other: Tensor  # (C,)
+    d_tail: Tensor  # (C,)
 
 
 class GradientPatch(NamedTuple):
-    """Logits of a chunk that are written over: where, which of the columns those are (None: all), and the gradient of
-    all columns (C, K + 1), the sampled one last."""
+    """The exact entries of d loss / d logits for the K ids and the sampled id of each row of a chunk."""
 
-    place: tuple[Tensor, Tensor]
-    here: Tensor | None
-    gradient: Tensor
+    positions: tuple[Tensor, Tensor]  # (row, column) indices of the entries in the chunk
+    is_local: Tensor | None  # (C, K + 1) bool: ids whose columns this rank has; None: all
+    gradient: Tensor  # (C, K + 1), the sampled id last
 
     def write(self, dlogits: Tensor) -> None:
-        """Behind the row kernel."""
+        """Overwrites the entries in dlogits (C, V), which the row kernel has written."""
         rounded = self.gradient.to(dlogits.dtype)
-        dlogits[self.place] = rounded if self.here is None else rounded[self.here]
+        dlogits[self.positions] = rounded if self.is_local is None else rounded[self.is_local]
 
 
 class TopKIds:
     """K ids of each token of a call, and a sum over them that the loss has a gradient through.
 
-    ids: (N, K) int64 of the whole vocabulary, or how many of the likeliest to find. used (N, K) bool: other places
-    repeat the token's first id. rest: statistics without the K ids, where other ids' probabilities are relative to
-    them. weight (N,): d loss / d the sum.
+    ids: (N, K) int64 of the whole vocabulary, or how many of the likeliest to find.
+    used: (N, K) bool; entries that a token does not use repeat its first id.
+    tail: statistics over all ids but the K; None where the gradient does not depend on the mass of these ids.
+    weight: (N,) d loss / d sum.
     """
 
     weight: Tensor
-    rest: Statistics | None = None
+    tail: Statistics | None = None
 
     def __init__(
         self, ids: Tensor | int, stats: Statistics, vocab_size: int, vocab_slice: VocabSlice | None = None
@@ -78,53 +80,61 @@ class TopKIds:
         """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
         entries of the K ids and the sampled one). sampled (N,): ids of the whole vocabulary. coefficients (N,): these
         two and `weight`. To be called before the gradient takes the place of the logits."""
-        rows, kept, own = chunk.rows, chunk.rows.take(self.ids), chunk.rows.take(sampled)[:, None]
-        own = torch.where(own < 0, kept[:, :1], own)  # without a sampled one the first again
-        ids = torch.cat([kept, own], 1)
+        rows, top_ids, sampled_id = chunk.rows, chunk.rows.take(self.ids), chunk.rows.take(sampled)[:, None]
+        sampled_id = torch.where(sampled_id < 0, top_ids[:, :1], sampled_id)  # without a sampled one the first again
+        ids = torch.cat([top_ids, sampled_id], 1)
         log_p, dz_du = self._log_p(chunk, ids)
-        slopes = self._sum_gradient(chunk, log_p[:, :-1])
-        log_rest = torch.zeros_like(log_p[:, 0])  # 0 where it is not needed, or there is no other id
-        if self.rest is not None:
-            log_rest = rows.take(self.rest.lse) - rows.take(chunk.stats.lse)
-            log_rest = torch.where(log_rest > -torch.inf, log_rest, 0.0)
+        sum_grad = self._sum_gradient(chunk, log_p[:, :-1])
+        log_tail = torch.zeros_like(log_p[:, 0])  # 0 where it is not needed, or there is no other id
+        if self.tail is not None:
+            log_tail = rows.take(self.tail.lse) - rows.take(chunk.stats.lse)
+            log_tail = torch.where(log_tail > -torch.inf, log_tail, 0.0)
         dlogp, dentropy, weight = (rows.take(x).double() for x in coefficients)
-        gradient = self._gradient(chunk, ids, log_p, slopes, log_rest, dlogp, dentropy, weight)
-        changed = self._tail_coefficients(chunk, slopes, log_rest, dlogp, dentropy, weight)
+        gradient = self._gradient(chunk, ids, log_p, sum_grad, log_tail, dlogp, dentropy, weight)
+        adjusted = self._tail_coefficients(chunk, sum_grad, log_tail, dlogp, dentropy, weight)
         stats = Statistics(*(x.clone() for x in chunk.stats))
         dlogp, dentropy = (x.clone() for x in coefficients[:2])
-        for whole, x in zip((stats.lse, stats.entropy, dlogp, dentropy), changed, strict=True):
-            rows.put(whole, x)
-        place, here = self._positions(ids)
-        return chunk._replace(stats=stats), dlogp, dentropy, GradientPatch(place, here, gradient * dz_du)
+        for destination, x in zip((stats.lse, stats.entropy, dlogp, dentropy), adjusted, strict=True):
+            rows.put(destination, x)
+        positions, is_local = self._positions(ids)
+        return chunk._replace(stats=stats), dlogp, dentropy, GradientPatch(positions, is_local, gradient * dz_du)
 
     def _gradient(
-        self, chunk: LogitChunk, ids: Tensor, log_p: Tensor, slopes: TopKGradient, log_rest: Tensor, dlogp: Tensor,
+        self, chunk: LogitChunk, ids: Tensor, log_p: Tensor, sum_grad: TopKGradient, log_tail: Tensor, dlogp: Tensor,
         dentropy: Tensor, weight: Tensor,
     ) -> Tensor:  # fmt: skip
         """d loss / d z (C, K + 1) of the K ids and the sampled one, which come last in `ids`:
         weight slope + dlogp ([id is sampled] - p) - dentropy p (log p + H); the others are (C,)."""
         rows, sampled, p = chunk.rows, ids[:, -1:], log_p.exp()
-        is_inside = (ids[:, :-1] == sampled) & rows.take(self.used)
-        inside = slopes.inside.gather(1, is_inside.int().argmax(1, keepdim=True))  # of the sampled id, if it is there
-        share_of_rest = (log_p[:, -1:] - log_rest[:, None]).exp()
-        outside = p[:, -1:] * slopes.outside[:, None] + share_of_rest * slopes.of_rest[:, None]
-        of_sampled = torch.where(is_inside.any(1, keepdim=True), inside, outside)
+        is_sampled = (ids[:, :-1] == sampled) & rows.take(self.used)
+        d_kept = sum_grad.d_kept.gather(
+            1, is_sampled.int().argmax(1, keepdim=True)
+        )  # of the sampled id, if it is there
+        share_of_tail = (log_p[:, -1:] - log_tail[:, None]).exp()
+        d_other = p[:, -1:] * sum_grad.d_other[:, None] + share_of_tail * sum_grad.d_tail[:, None]
+        d_sampled = torch.where(is_sampled.any(1, keepdim=True), d_kept, d_other)
         dlogp, dentropy, weight = dlogp[:, None], dentropy[:, None], weight[:, None]
-        slope = torch.where(weight != 0, weight * torch.cat([slopes.inside, of_sampled], 1), 0.0)
+        dz = torch.where(weight != 0, weight * torch.cat([sum_grad.d_kept, d_sampled], 1), 0.0)
         entropy = torch.where(dentropy != 0, rows.take(chunk.stats.entropy).double()[:, None], 0.0)
         weighted_logp = torch.where(p == 0, 0.0, p * (log_p + entropy))
-        return slope - dlogp * p - dentropy * weighted_logp + dlogp * (ids == sampled)
+        return dz - dlogp * p - dentropy * weighted_logp + dlogp * (ids == sampled)
 
     def _tail_coefficients(
-        self, chunk: LogitChunk, slopes: TopKGradient, log_rest: Tensor, dlogp: Tensor, dentropy: Tensor, weight: Tensor
+        self,
+        chunk: LogitChunk,
+        sum_grad: TopKGradient,
+        log_tail: Tensor,
+        dlogp: Tensor,
+        dentropy: Tensor,
+        weight: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(log-sum-exp, entropy, d loss / d logp, d loss / d entropy) (C,) with which a row kernel has the gradient of
         the other ids. It computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)); with the log-sum-exp of the rest
         its coefficients are times the mass of the rest, and H moves along."""
-        rows, mass = chunk.rows, log_rest.exp()
-        of_sum = torch.where(weight != 0, weight * (mass * slopes.outside + slopes.of_rest), 0.0)
-        lse, entropy = (rows.take(x).double() + log_rest for x in (chunk.stats.lse, chunk.stats.entropy))
-        return lse, entropy, mass * dlogp - of_sum, mass * dentropy
+        rows, mass = chunk.rows, log_tail.exp()
+        dlogp_of_sum = torch.where(weight != 0, weight * (mass * sum_grad.d_other + sum_grad.d_tail), 0.0)
+        lse, entropy = (rows.take(x).double() + log_tail for x in (chunk.stats.lse, chunk.stats.entropy))
+        return lse, entropy, mass * dlogp - dlogp_of_sum, mass * dentropy
 
     # --- logits of K ids ------------------------------------------------------------------------------------------
 
@@ -134,23 +144,23 @@ class TopKIds:
 
     def _positions(self, ids: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Indices of ids (C, K) in the rows of a chunk's logits, and which of them are there; None: all."""
-        row, columns = torch.arange(len(ids), device=ids.device)[:, None], self._local_ids(ids)
+        row, local_ids = torch.arange(len(ids), device=ids.device)[:, None], self._local_ids(ids)
         if self.vocab_slice is None:
-            return (row, columns.clamp(0, self.vocab_size - 1)), None
-        here = columns >= 0
-        return (row.expand_as(ids)[here], columns[here]), here
+            return (row, local_ids.clamp(0, self.vocab_size - 1)), None
+        is_local = local_ids >= 0
+        return (row.expand_as(ids)[is_local], local_ids[is_local]), is_local
 
     def _log_p(self, chunk: LogitChunk, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probabilities, derivative of z by the logits, where they are here) of ids (C, K), in float64. NaN for
         an id that is not in the vocabulary."""
-        columns = self._local_ids(ids).clamp(0, chunk.logits.shape[1] - 1)
+        local_ids = self._local_ids(ids).clamp(0, chunk.logits.shape[1] - 1)
         temperature = chunk.rows.take(chunk.temperature)
-        u = _of_columns(chunk.logits, columns).to(torch.promote_types(chunk.logits.dtype, torch.float32))
-        u = u if chunk.bias is None else u + chunk.bias[columns]
-        z, of_softcap = exact_z(u, temperature, chunk.transform)
-        chain = chunk.transform.logit_scale / temperature.double()[:, None]
-        chain = chain if of_softcap is None else chain * of_softcap
-        return self._on_all_ranks(z, ids) - chunk.rows.take(chunk.stats.lse)[:, None], chain
+        u = _of_columns(chunk.logits, local_ids).to(torch.promote_types(chunk.logits.dtype, torch.float32))
+        u = u if chunk.bias is None else u + chunk.bias[local_ids]
+        z, softcap_slope = exact_z(u, temperature, chunk.transform)
+        dz_du = chunk.transform.logit_scale / temperature.double()[:, None]
+        dz_du = dz_du if softcap_slope is None else dz_du * softcap_slope
+        return self._on_all_ranks(z, ids) - chunk.rows.take(chunk.stats.lse)[:, None], dz_du
 
     def _on_all_ranks(self, z: Tensor, ids: Tensor) -> Tensor:
         """z (C, K) of ids, of which a rank knows its own."""
@@ -162,22 +172,22 @@ class TopKIds:
     def _likeliest(self, chunk: LogitChunk) -> Tensor:
         """(C, K) the ids with the largest logits, in their order, ties by id."""
         k, group = self.ids.shape[1], self.vocab_slice
-        own = top_k(chunk.logits, chunk.bias, min(k, chunk.logits.shape[1]))
+        local_ids = top_k(chunk.logits, chunk.bias, min(k, chunk.logits.shape[1]))
         if group is None:
-            return own
-        u = _of_columns(chunk.logits, own).to(chunk.stats.logp.dtype)
-        u = (u if chunk.bias is None else u + chunk.bias[own]).clamp(min=torch.finfo(u.dtype).min)
-        missing = 0, k - own.shape[1]  # places that a narrow slice does not fill come last, behind logits of -inf
+            return local_ids
+        u = _of_columns(chunk.logits, local_ids).to(chunk.stats.logp.dtype)
+        u = (u if chunk.bias is None else u + chunk.bias[local_ids]).clamp(min=torch.finfo(u.dtype).min)
+        missing = 0, k - local_ids.shape[1]  # places that a narrow slice does not fill come last, behind logits of -inf
         u = group.gather(pad(u, missing, value=-torch.inf)).transpose(0, 1).flatten(1)
-        ids = group.gather(pad(own + group.first, missing)).transpose(0, 1).flatten(1)
+        ids = group.gather(pad(local_ids + group.first, missing)).transpose(0, 1).flatten(1)
         return ids.gather(1, u.sort(dim=1, descending=True, stable=True).indices[:, :k])
 
 
 class TopKLogps(TopKIds):
     """The log-probabilities of K ids, `logp` (N, K): their sum times g has d / dz_i = sum_j g_j ([i = j] - p_i)."""
 
-    def __init__(self, ids: Tensor | int, stats: Statistics, *of: Any) -> None:
-        super().__init__(ids, stats, *of)
+    def __init__(self, ids: Tensor | int, stats: Statistics, *vocab: Any) -> None:
+        super().__init__(ids, stats, *vocab)
         self.logp = stats.logp.new_zeros(self.ids.shape)
 
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
@@ -201,8 +211,8 @@ class TopKLogps(TopKIds):
 
     def _sum_gradient(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradient:
         total = chunk.rows.take(self.total)
-        inside = chunk.rows.take(self.shares) - log_p.exp() * total[:, None]
-        return TopKGradient(inside, -total, torch.zeros_like(total))
+        d_kept = chunk.rows.take(self.shares) - log_p.exp() * total[:, None]
+        return TopKGradient(d_kept, -total, torch.zeros_like(total))
 
 
 def exact_z(u: Tensor, temperature: Tensor, params: LogitTransform | TeacherTransform) -> tuple[Tensor, Tensor | None]:
@@ -255,21 +265,21 @@ def _largest(u: Tensor, k: int, in_order: bool = True) -> Tensor:
     block = BLOCKS[n > 8 * DIRECT * k]
     end = n // block * block
     blocks = u[:, :end].unflatten(1, (-1, block))
-    chosen = _largest(blocks.amax(2), k, in_order=False)
-    inside = _of_columns(blocks, chosen).flatten(1)
-    found = _largest(torch.cat([inside, u[:, end:]], 1) if end < n else inside, k, in_order)
-    of_block = found // block
-    places = chosen.gather(1, of_block.clamp(max=k - 1)) * block + found % block
-    return torch.where(of_block < k, places, found + (end - k * block)) if end < n else places
+    block_ids = _largest(blocks.amax(2), k, in_order=False)
+    candidates = _of_columns(blocks, block_ids).flatten(1)
+    candidate_ids = _largest(torch.cat([candidates, u[:, end:]], 1) if end < n else candidates, k, in_order)
+    block_of = candidate_ids // block
+    columns = block_ids.gather(1, block_of.clamp(max=k - 1)) * block + candidate_ids % block
+    return torch.where(block_of < k, columns, candidate_ids + (end - k * block)) if end < n else columns
 
 
 def _largest_of_few(u: Tensor, k: int, in_order: bool) -> Tensor:
     """As `_largest`, n < 2^31."""
     if u.dtype == torch.float64:  # which does not fit in 64 bits with its place
-        places = u.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        columns = u.sort(dim=1, descending=True, stable=True).indices[:, :k]
     else:
         bits = (u.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
         key = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).long()  # in the order of u
         key.bitwise_left_shift_(32).sub_(torch.arange(u.shape[1], device=u.device))
-        places = key.topk(k, dim=1, sorted=in_order).values.neg_().bitwise_and_(0xFFFFFFFF)
-    return places if in_order else places.sort(dim=1).values
+        columns = key.topk(k, dim=1, sorted=in_order).values.neg_().bitwise_and_(0xFFFFFFFF)
+    return columns if in_order else columns.sort(dim=1).values

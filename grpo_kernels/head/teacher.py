@@ -91,18 +91,18 @@ class TeacherHead:
     def beside(self, head: Any, rows: Rows) -> TeacherLogits:
         """For the rows whose logits `head`, an LMHead, has just computed."""
         logits = self.head.logits(rows, head.scratch.teacher_logits(rows.count))
-        given = self.weight, self.divergence, self.offset, self.lse
-        return TeacherLogits(logits, self.head.folded_bias, self.transform, *given)
+        per_token = self.weight, self.divergence, self.offset, self.lse
+        return TeacherLogits(logits, self.head.folded_bias, self.transform, *per_token)
 
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
         """Replaces what the row kernel wrote of a slice of the vocabulary."""
         if self.vocab_slice is not None:
-            own = chunk.rows.take(self.lse).contiguous()
-            chunk.rows.put(self.lse, self.vocab_slice.gather(own).logsumexp(0))
-            sums = backend.divergence(chunk)
-            self.vocab_slice.add_up(sums)
-            for kept, x in zip((self.divergence, self.offset), sums, strict=True):
-                chunk.rows.put(kept, x)
+            local_lse = chunk.rows.take(self.lse).contiguous()
+            chunk.rows.put(self.lse, self.vocab_slice.gather(local_lse).logsumexp(0))
+            totals = backend.divergence(chunk)
+            self.vocab_slice.add_up(totals)
+            for destination, x in zip((self.divergence, self.offset), totals, strict=True):
+                chunk.rows.put(destination, x)
 
 
 # --- K ids -----------------------------------------------------------------------------------------------------------
@@ -114,22 +114,24 @@ class TopKHead(TopKIds):
     log_q: Tensor
     mass: Tensor | None  # (N,) of the teacher; None where it is not known
 
-    def __init__(self, ids: Tensor | int, mode: str, transform: TeacherTransform, stats: Statistics, *of: Any) -> None:
-        super().__init__(ids, stats, *of)
-        self.mode, self.transform, self.rest = mode, transform, stats if mode == "tail" else None
+    def __init__(
+        self, ids: Tensor | int, mode: str, transform: TeacherTransform, stats: Statistics, *vocab: Any
+    ) -> None:
+        super().__init__(ids, stats, *vocab)
+        self.mode, self.transform, self.tail = mode, transform, stats if mode == "tail" else None
         self.divergence = torch.zeros_like(stats.logp)
 
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
         """After the statistics of a chunk, whose logits are as before afterwards."""
         rows = chunk.rows
-        if self.rest is not None:
-            place, _ = self._positions(rows.take(self.ids))
-            kept = chunk.logits[place]
-            chunk.logits[place] = -torch.inf  # scatter_ would copy all of the logits, whose rows have gaps
-            backend.statistics(chunk._replace(stats=self.rest, teacher=None))
-            chunk.logits[place] = kept
+        if self.tail is not None:
+            positions, _ = self._positions(rows.take(self.ids))
+            top_logits = chunk.logits[positions]
+            chunk.logits[positions] = -torch.inf  # scatter_ would copy all of the logits, whose rows have gaps
+            backend.statistics(chunk._replace(stats=self.tail, teacher=None))
+            chunk.logits[positions] = top_logits
             if self.vocab_slice is not None:
-                self.vocab_slice.combine(rows, torch.zeros_like(self.ids[:, 0]), self.rest)
+                self.vocab_slice.combine(rows, torch.zeros_like(self.ids[:, 0]), self.tail)
         log_p, _ = self._log_p(chunk, rows.take(self.ids))
         divergence, _ = sums(*self._outcomes(chunk, log_p), self.transform)
         rows.put(self.divergence, divergence)
@@ -140,13 +142,13 @@ class TopKHead(TopKIds):
         log_p = log_p.masked_fill(~rows.take(self.used), -torch.inf)
         if self.mode == "renormalize":
             return log_p - log_p.logsumexp(1, keepdim=True), log_q - log_q.logsumexp(1, keepdim=True)
-        if self.rest is None or self.mass is None:
+        if self.tail is None or self.mass is None:
             return log_p, log_q
-        log_rest = rows.take(self.rest.lse) - rows.take(chunk.stats.lse)
-        others = (1 - rows.take(self.mass)).clamp(min=MIN_TAIL_MASS).log()
-        has_rest = log_rest > -torch.inf  # else every id is among the K
-        rest = torch.stack([log_rest, torch.where(has_rest, others, -torch.inf)], 1)
-        return torch.cat([log_p, rest[:, :1]], 1), torch.cat([log_q, rest[:, 1:]], 1)
+        log_tail = rows.take(self.tail.lse) - rows.take(chunk.stats.lse)
+        log_teacher_tail = (1 - rows.take(self.mass)).clamp(min=MIN_TAIL_MASS).log()
+        has_tail = log_tail > -torch.inf  # else every id is among the K
+        log_tails = torch.stack([log_tail, torch.where(has_tail, log_teacher_tail, -torch.inf)], 1)
+        return torch.cat([log_p, log_tails[:, :1]], 1), torch.cat([log_q, log_tails[:, 1:]], 1)
 
     def _sum_gradient(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradient:
         """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
@@ -154,24 +156,24 @@ class TopKHead(TopKIds):
         p = outcomes[0].exp()
         dlogp_term = slopes(*outcomes, 0.0, self.transform)
         mean = dlogp_term.sum(1)
-        inside = dlogp_term - p * mean[:, None]
-        outside, of_rest = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)
-        if self.rest is not None:
-            inside, of_rest = inside[:, :-1], dlogp_term[:, -1]
-        return TopKGradient(torch.where(chunk.rows.take(self.used), inside, inside[:, :1]), outside, of_rest)
+        d_kept = dlogp_term - p * mean[:, None]
+        d_other, d_tail = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)
+        if self.tail is not None:
+            d_kept, d_tail = d_kept[:, :-1], dlogp_term[:, -1]
+        return TopKGradient(torch.where(chunk.rows.take(self.used), d_kept, d_kept[:, :1]), d_other, d_tail)
 
 
 class GivenTopK(TopKHead):
     """The ids of a TopKTeacher."""
 
-    def __init__(self, teacher: TopKTeacher, *given: Any) -> None:
+    def __init__(self, teacher: TopKTeacher, *options: Any) -> None:
         k = teacher.ids.shape[-1]
         ids, logps = teacher.ids.reshape(-1, k).long(), teacher.logps.reshape(-1, k).double()
         order = torch.where(ids >= 0, ids, torch.iinfo(torch.int64).max).argsort(1)  # as a sampling mask has them
         ids, logps = ids.gather(1, order), logps.gather(1, order)
         used = ids >= 0
         # Places that a token does not use repeat its first id; 0 for a token without any, which is padding.
-        super().__init__(torch.where(used, ids, ids[:, :1]).clamp_(min=0), teacher.mode, *given)
+        super().__init__(torch.where(used, ids, ids[:, :1]).clamp_(min=0), teacher.mode, *options)
         self.used, self.log_q = used, torch.where(used, logps, -torch.inf)
         self.mass = self.log_q.exp().sum(1)
 
@@ -185,12 +187,12 @@ class PolicyTopK(TopKHead):
     vocabulary writes before the first chunk, unless the mode is "renormalize"."""
 
     def __init__(
-        self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, *given: Any
+        self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, *options: Any
     ) -> None:
         assert teacher.top_k is not None
-        super().__init__(teacher.top_k, teacher.mode, *given)
-        options = dict(chunk_rows=config.chunk_rows, vocab_slice=self.vocab_slice)
-        self.head = _lm_head(teacher, config, backend, compute_dtype, **options)
+        super().__init__(teacher.top_k, teacher.mode, *options)
+        head_options = dict(chunk_rows=config.chunk_rows, vocab_slice=self.vocab_slice)
+        self.head = _lm_head(teacher, config, backend, compute_dtype, **head_options)
         self.stats = Statistics.zeros(len(self.ids), self.ids.device, self.divergence.dtype)
         self.log_q = self.stats.lse.new_zeros(self.ids.shape)
         self.mass = None if self.mode == "renormalize" else torch.zeros_like(self.stats.lse)
@@ -198,10 +200,10 @@ class PolicyTopK(TopKHead):
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
         rows, head, ids = chunk.rows, self.head, self._likeliest(chunk)
         rows.put(self.ids, ids)
-        columns = pad(self._local_ids(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
-        kept = KeptIds(Rows(0, rows.count, rows.tokens(ids.device)), columns)
-        u = torch.empty(columns.shape, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=ids.device)
-        backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept, u)
+        local_ids = pad(self._local_ids(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
+        kept_ids = KeptIds(Rows(0, rows.count, rows.tokens(ids.device)), local_ids)
+        u = torch.empty(local_ids.shape, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=ids.device)
+        backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept_ids, u)
         u = u[:, : ids.shape[1]]
         if self.mass is not None:
             u = u.to(head.logits_dtype)  # as those under the normaliser were rounded
@@ -222,8 +224,8 @@ class KeptTeacher(TeacherHead):
         self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.log_q[:, 0])
         self.vocab_slice, log_q = top_k.vocab_slice, top_k.log_q
         if self.vocab_slice is not None:  # the ids of this rank, and none behind them
-            here = top_k.used & (self.vocab_slice.local_ids(top_k.ids) >= 0)
-            log_q = torch.where(here, log_q, -torch.inf).gather(1, (~here).byte().argsort(dim=1, stable=True))
+            is_local = top_k.used & (self.vocab_slice.local_ids(top_k.ids) >= 0)
+            log_q = torch.where(is_local, log_q, -torch.inf).gather(1, (~is_local).byte().argsort(dim=1, stable=True))
         # A row kernel divides by the temperature again. The ids of a row stand in the order of `log_q`.
         log_q = log_q * temperature.double()[:, None]
         for matrix in head.matrices:
@@ -233,8 +235,8 @@ class KeptTeacher(TeacherHead):
 
     def beside(self, head: Any, rows: Rows) -> TeacherLogits:
         assert isinstance(rows, KeptMatrix) and rows.teacher_logits is not None
-        kept = self.weight, self.divergence, self.offset, self.lse
-        return TeacherLogits(rows.teacher_logits, None, self.transform, *kept)
+        per_token = self.weight, self.divergence, self.offset, self.lse
+        return TeacherLogits(rows.teacher_logits, None, self.transform, *per_token)
 
 
 def new_teacher(
@@ -245,10 +247,10 @@ def new_teacher(
     if has_full_vocab(teacher):
         return TeacherHead(teacher, config, backend, compute_dtype, count, dtype, vocab_slice)
     device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device
-    rest, slices = Statistics.zeros(count, device, dtype), (vocab_size, vocab_slice)
+    tail, slices = Statistics.zeros(count, device, dtype), (vocab_size, vocab_slice)
     if isinstance(teacher, Teacher):
-        return PolicyTopK(teacher, config, backend, compute_dtype, transform_of(teacher, config), rest, *slices)
-    return GivenTopK(teacher, transform_of(None, config), rest, *slices)
+        return PolicyTopK(teacher, config, backend, compute_dtype, transform_of(teacher, config), tail, *slices)
+    return GivenTopK(teacher, transform_of(None, config), tail, *slices)
 
 
 # --- what an operator receives ----------------------------------------------------------------------------------------
@@ -267,10 +269,10 @@ def teacher_to_key(teacher: Teacher | TopKTeacher | None) -> tuple[str, list[Ten
 def teacher_from_key(key: str, tensors: Sequence[Any]) -> Teacher | TopKTeacher | None:
     """Returns what `teacher_to_key` was given."""
     *numbers, mode = key.split(";")
-    given: list[Any] = [*tensors, *map(ast.literal_eval, numbers), mode]
+    arguments: list[Any] = [*tensors, *map(ast.literal_eval, numbers), mode]
     if not key:
         return None
-    return Teacher(*given) if numbers else TopKTeacher(*given)
+    return Teacher(*arguments) if numbers else TopKTeacher(*arguments)
 
 
 def knows_mass(key: str) -> bool:
