@@ -1,11 +1,11 @@
-"""K ids of each token: which are the likeliest, their log-probabilities, their entries of the gradient of the logits.
+"""K ids of each token: the search for the likeliest, their log-probabilities, their entries of d loss / d logits.
 
-A gradient that comes through K log-probabilities is, at any other id, p_j times one number of the token, so the row
-kernel gets that with d loss / d logp. The entries of the K ids, and that of the sampled id, are then written over,
-exact, from their logits: O(NK) in plain torch, on every backend, and no further product.
+A gradient through K log-probabilities is, at any other id j, p_j times one number of the token. The row kernel
+therefore computes it together with d loss / d logp. The entries of the K ids and of the sampled id are then overwritten
+with exact ones, computed from their logits: O(NK) in plain torch, on every backend, and no further product.
 
-With a slice of the vocabulary every rank has all K ids of a token. The logits that another rank has are summed over the
-ranks, 8 K bytes per token, and a rank writes the entries of its own columns.
+With a slice of the vocabulary every rank has all K ids of a token. Logits that another rank has are summed over the
+ranks, 8 K bytes per token, and a rank overwrites the entries of its own columns.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..kernels.operations import Backend, LogitChunk, LogitTransform, Statistics
 from ..kernels.torch.transform import transformed
 from .vocab_parallel import VocabSlice
 
-# Of the search for the likeliest. Columns of a block whose maximum is taken: 32 where torch has vector instructions for
-# it and there are many more blocks than K, else 8; with fewer than DIRECT * K logits blocks gain nothing. At most
-# PIECE_ELEMENTS are copied at a time.
+# The search for the likeliest ids. BLOCKS: columns of a block whose maximum is taken, 32 where torch has vector
+# instructions for it and there are many more blocks than K, else 8. With fewer than DIRECT * K logits blocks gain
+# nothing. At most PIECE_ELEMENTS logits are copied at a time.
 BLOCKS, DIRECT, PIECE_ELEMENTS = (8, 32), 16, 2**22
 
 
@@ -71,15 +71,19 @@ class TopKIds:
         self.used = torch.ones_like(self.ids[:1, :1], dtype=torch.bool).expand(self.ids.shape)
 
     def _sum_gradient(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradient:
-        """log_p (C, K)."""
+        """Returns the gradient of the sum over K ids by the logits; log_p (C, K): log-probabilities of the ids."""
         raise NotImplementedError
 
     def patch(
         self, chunk: LogitChunk, sampled: Tensor, coefficients: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[LogitChunk, Tensor, Tensor, GradientPatch]:
-        """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
-        entries of the K ids and the sampled one). sampled (N,): ids of the whole vocabulary. coefficients (N,): these
-        two and `weight`. To be called before the gradient takes the place of the logits."""
+        """Returns what the row kernel needs for the other ids, and the entries that overwrite its result afterwards.
+
+        Call it before the gradient overwrites the logits.
+        sampled: (N,) int64, ids of the whole vocabulary.
+        coefficients: d loss / d logp, d loss / d entropy and `weight`, (N,) each.
+        Returns (chunk, d loss / d logp, d loss / d entropy, entries of the K ids and the sampled id).
+        """
         rows, top_ids, sampled_id = chunk.rows, chunk.rows.take(self.ids), chunk.rows.take(sampled)[:, None]
         sampled_id = torch.where(sampled_id < 0, top_ids[:, :1], sampled_id)  # without a sampled one the first again
         ids = torch.cat([top_ids, sampled_id], 1)
@@ -103,13 +107,15 @@ class TopKIds:
         self, chunk: LogitChunk, ids: Tensor, log_p: Tensor, sum_grad: TopKGradient, log_tail: Tensor, dlogp: Tensor,
         dentropy: Tensor, weight: Tensor,
     ) -> Tensor:  # fmt: skip
-        """d loss / d z (C, K + 1) of the K ids and the sampled one, which come last in `ids`:
-        weight slope + dlogp ([id is sampled] - p) - dentropy p (log p + H); the others are (C,)."""
+        """Returns d loss / d z (C, K + 1) of the K ids and the sampled one, which comes last in `ids`.
+
+        It is weight * sum_grad + dlogp ([id is sampled] - p) - dentropy p (log p + H). log_tail, dlogp, dentropy,
+        weight (C,).
+        """
         rows, sampled, p = chunk.rows, ids[:, -1:], log_p.exp()
         is_sampled = (ids[:, :-1] == sampled) & rows.take(self.used)
-        d_kept = sum_grad.d_kept.gather(
-            1, is_sampled.int().argmax(1, keepdim=True)
-        )  # of the sampled id, if it is there
+        # The entry of the sampled id, where that is one of the K; any other one where it is not.
+        d_kept = sum_grad.d_kept.gather(1, is_sampled.int().argmax(1, keepdim=True))
         share_of_tail = (log_p[:, -1:] - log_tail[:, None]).exp()
         d_other = p[:, -1:] * sum_grad.d_other[:, None] + share_of_tail * sum_grad.d_tail[:, None]
         d_sampled = torch.where(is_sampled.any(1, keepdim=True), d_kept, d_other)
@@ -128,9 +134,12 @@ class TopKIds:
         dentropy: Tensor,
         weight: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(log-sum-exp, entropy, d loss / d logp, d loss / d entropy) (C,) with which a row kernel has the gradient of
-        the other ids. It computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)); with the log-sum-exp of the rest
-        its coefficients are times the mass of the rest, and H moves along."""
+        """Returns (log-sum-exp, entropy, d loss / d logp, d loss / d entropy) (C,) from which a row kernel computes the
+        gradient of the other ids.
+
+        The kernel computes e^(z_j - lse) (-dlogp - dentropy (z_j - lse + H)). With the log-sum-exp of the other ids
+        alone, its coefficients are multiplied by the mass of these ids, and H is shifted as the log-sum-exp is.
+        """
         rows, mass = chunk.rows, log_tail.exp()
         dlogp_of_sum = torch.where(weight != 0, weight * (mass * sum_grad.d_other + sum_grad.d_tail), 0.0)
         lse, entropy = (rows.take(x).double() + log_tail for x in (chunk.stats.lse, chunk.stats.entropy))
@@ -139,11 +148,12 @@ class TopKIds:
     # --- logits of K ids ------------------------------------------------------------------------------------------
 
     def _local_ids(self, ids: Tensor) -> Tensor:
-        """Where the logits of ids are in their rows, -1 where another rank has them."""
+        """Returns the columns of ids in this rank's logits, -1 where another rank has them."""
         return ids if self.vocab_slice is None else self.vocab_slice.local_ids(ids)
 
     def _positions(self, ids: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-        """Indices of ids (C, K) in the rows of a chunk's logits, and which of them are there; None: all."""
+        """Returns the (row, column) indices of ids (C, K) in a chunk's logits, and which ids this rank has; None:
+        all."""
         row, local_ids = torch.arange(len(ids), device=ids.device)[:, None], self._local_ids(ids)
         if self.vocab_slice is None:
             return (row, local_ids.clamp(0, self.vocab_size - 1)), None
@@ -151,8 +161,8 @@ class TopKIds:
         return (row.expand_as(ids)[is_local], local_ids[is_local]), is_local
 
     def _log_p(self, chunk: LogitChunk, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, derivative of z by the logits, where they are here) of ids (C, K), in float64. NaN for
-        an id that is not in the vocabulary."""
+        """Returns (log-probabilities, dz / d logit where this rank has the id) of ids (C, K), in float64; NaN for an id
+        outside the vocabulary."""
         local_ids = self._local_ids(ids).clamp(0, chunk.logits.shape[1] - 1)
         temperature = chunk.rows.take(chunk.temperature)
         u = _of_columns(chunk.logits, local_ids).to(torch.promote_types(chunk.logits.dtype, torch.float32))
@@ -163,14 +173,14 @@ class TopKIds:
         return self._on_all_ranks(z, ids) - chunk.rows.take(chunk.stats.lse)[:, None], dz_du
 
     def _on_all_ranks(self, z: Tensor, ids: Tensor) -> Tensor:
-        """z (C, K) of ids, of which a rank knows its own."""
+        """Returns z (C, K) of ids on every rank, where each rank computed those of its own columns."""
         if self.vocab_slice is not None:
             z = torch.where(self._local_ids(ids) >= 0, z, 0.0)
             self.vocab_slice.add_up(z)
         return torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
 
     def _likeliest(self, chunk: LogitChunk) -> Tensor:
-        """(C, K) the ids with the largest logits, in their order, ties by id."""
+        """Returns the ids with the largest logits (C, K), the largest first, ties by id."""
         k, group = self.ids.shape[1], self.vocab_slice
         local_ids = top_k(chunk.logits, chunk.bias, min(k, chunk.logits.shape[1]))
         if group is None:
@@ -184,27 +194,28 @@ class TopKIds:
 
 
 class TopKLogps(TopKIds):
-    """The log-probabilities of K ids, `logp` (N, K): their sum times g has d / dz_i = sum_j g_j ([i = j] - p_i)."""
+    """The log-probabilities of K ids, `logp` (N, K). Their sum weighted by g has the gradient d / dz_i = sum_j g_j ([i
+    = j] - p_i)."""
 
     def __init__(self, ids: Tensor | int, stats: Statistics, *vocab: Any) -> None:
         super().__init__(ids, stats, *vocab)
         self.logp = stats.logp.new_zeros(self.ids.shape)
 
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
-        """After the statistics of a chunk."""
+        """Computes the log-probabilities of a chunk, whose statistics are known."""
         if self.finds:
             chunk.rows.put(self.ids, self._likeliest(chunk))
         log_p, _ = self._log_p(chunk, chunk.rows.take(self.ids))
         chunk.rows.put(self.logp, log_p)
 
     def clear(self, masked: Tensor) -> None:
-        """Padding (N,) bool was computed along with the rest: 0, and -1 for ids that were found."""
+        """Sets the results of padding, masked (N,) bool, to 0, and ids that were searched for to -1."""
         self.logp.masked_fill_(masked[:, None], 0.0)
         if self.finds:
             self.ids.masked_fill_(masked[:, None], -1)
 
     def take_gradient(self, g: Tensor) -> None:
-        """g (N, K): d loss / d logp."""
+        """Receives g (N, K) = d loss / d logp for the backward."""
         self.weight = g.double().abs().sum(1).to(self.logp.dtype)  # no entry of the gradient is larger
         g = g / torch.where(self.weight == 0, 1.0, self.weight.double())[:, None]
         self.total, self.shares = g.sum(1), add_equal(self.ids, g)
@@ -216,20 +227,23 @@ class TopKLogps(TopKIds):
 
 
 def exact_z(u: Tensor, temperature: Tensor, params: LogitTransform | TeacherTransform) -> tuple[Tensor, Tensor | None]:
-    """`transformed` in float64, of logits (C, K) that hold their bias. Kernels add that, and take the scale, in the
-    type of u, and their log-sum-exp has the rounding: with another one the probability of an id that is nearly certain
-    would be off by it, which is 1e-3 at logits of 1e4."""
+    """Returns `transformed` in float64, of logits (C, K) that include their bias.
+
+    Kernels add the bias, and round the scale, in the type of the logits u, and their log-sum-exp contains that
+    rounding. With another rounding here the probability of an id that is nearly certain would be off by it: 1e-3 at
+    logits of 1e4.
+    """
     params = params._replace(logit_scale=round_float(params.logit_scale, u.dtype))
     return transformed(u.double(), None, temperature, params)
 
 
 def _of_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """x[i, columns[i]] of x (C, n, ...), columns (C, k)."""
+    """Returns x[i, columns[i]] of x (C, n, ...), columns (C, k)."""
     return x[torch.arange(len(x), device=x.device)[:, None], columns]
 
 
 def add_equal(ids: Tensor, x: Tensor) -> Tensor:
-    """The sum of x (N, K) over the places of its row with the same id, in a fixed order."""
+    """Returns for each x (N, K) the sum over the entries of its row that have the same id, in a fixed order."""
     ids, order = ids.sort(dim=1, stable=True)
     x, step = x.gather(1, order), 1
     while step < ids.shape[1]:  # x_i: the sum of up to 2 step places from i on
@@ -242,7 +256,7 @@ def add_equal(ids: Tensor, x: Tensor) -> Tensor:
 
 
 def top_k(logits: Tensor, bias: Tensor | None, k: int) -> Tensor:
-    """(C, k) the columns of the largest logits (C, V) + bias (V,), in their order, ties by column."""
+    """Returns the columns of the k largest logits (C, V) + bias (V,), the largest first, ties by column: (C, k)."""
     vocab_size = logits.shape[1]
     slow = logits.device.type == "cpu" and logits.dtype.itemsize == 2  # torch's maximum of 16 bits on a CPU
     copies = slow or bias is not None or vocab_size < DIRECT * k
@@ -254,10 +268,12 @@ def top_k(logits: Tensor, bias: Tensor | None, k: int) -> Tensor:
 
 
 def _largest(u: Tensor, k: int, in_order: bool = True) -> Tensor:
-    """(C, k) the places of the largest u (C, n), ties by place: in the order of u, or in their own.
+    """Returns the columns of the k largest u (C, n), ties by column: (C, k), the largest first, or in order of the
+    columns.
 
-    All of them lie in the k blocks of places with the largest maxima, ties by block: if one did not, each of these
-    blocks would have an element before it. The maxima and the elements of these blocks are searched in the same way.
+    All of them lie in the k blocks of columns with the largest maxima, ties by block: if one did not, each of these
+        blocks would have an element before it. The maxima, and then the elements of these blocks, are searched in the
+        same way.
     """
     n = u.shape[1]
     if n < DIRECT * k:
@@ -274,7 +290,7 @@ def _largest(u: Tensor, k: int, in_order: bool = True) -> Tensor:
 
 
 def _largest_of_few(u: Tensor, k: int, in_order: bool) -> Tensor:
-    """As `_largest`, n < 2^31."""
+    """Returns what `_largest` does, by one sort of each row; n < 2^31."""
     if u.dtype == torch.float64:  # which does not fit in 64 bits with its place
         columns = u.sort(dim=1, descending=True, stable=True).indices[:, :k]
     else:

@@ -1,19 +1,20 @@
-"""The teacher of a call: a second head whose logits stand beside those of each chunk, or K ids per token.
+"""The teacher of a call: a second head whose logits are computed next to those of each chunk, or K ids per token.
 
-A row kernel that finds a teacher's logits in its chunk computes the divergence and adds its gradient to that of the
-objective, which costs the teacher's forward product, 2 NH'V. Every scored token has a gradient then. Of a slice of the
-vocabulary the sums are computed again, once the log-sum-exps of both sides over all of it are known.
+Where a chunk has a teacher's logits, the row kernel computes the divergence and adds its gradient to that of the
+objective. This costs the teacher's forward product, 2 NH'V, and every scored token has a gradient. On a slice of the
+vocabulary the divergence is computed again, once the log-sum-exps of both sides over all of it are known.
 
 With K ids (k_ids.py) the divergence is over these. With mode "tail" the row's statistics are taken a second time,
-without the K ids: the rest of the policy's mass comes from its own sum, not from a difference, and the row kernel
-computes the others' probabilities relative to it, which a small rest does not round to 0.
+without the K ids: the mass of the policy's other ids is then a sum of its own, not a difference, and the row kernel
+computes their probabilities relative to it, so that a small mass is not rounded to 0.
 
-Per ids S of a token, l = log p - log q, m = (1 - b) p + b q; P and Q the masses of S:
+For the K ids S of a token, l = log p - log q, m = (1 - b) p + b q; P and Q are the masses of S:
     tail         one more outcome of mass 1 - P and 1 - Q: D as over the vocabulary, dD/dz_j = p_j slope of j's outcome
-    renormalize  of p / P and q / Q; 0 outside of S
-A TopKTeacher comes with S and q. A Teacher with `top_k` has the policy's likeliest ids: its own logits of them are
-products with gathered rows of its weight, 2 NKH'. The normaliser that "tail" needs is a pass over the teacher's
-vocabulary of its own, before the policy's: 2 NH'V, and never two chunks of logits in memory.
+    renormalize  D between p / P and q / Q; its gradient is 0 outside of S
+
+A TopKTeacher comes with S and q. A Teacher with `top_k` has the policy's likeliest ids as S: its logits of them are
+products with gathered rows of its weight, 2 NKH'. The normaliser that "tail" needs takes a pass over the teacher's
+whole vocabulary, before the policy's: 2 NH'V, and never two chunks of logits in memory.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ from .kept import KeptLogits, KeptMatrix
 from .lm_head import LMHead
 from .vocab_parallel import VocabSlice
 
-# The least mass of the ids that the teacher leaves out: what float32 log-probabilities tell from none.
+# The smallest mass that the teacher's other ids can have: float32 log-probabilities cannot tell less from 0.
 MIN_TAIL_MASS = 2.0**-24
 
 
 def _lm_head(
     teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, **options: Any
 ) -> LMHead:
-    """compute_dtype: of the policy's products; of 16 bits it is that of autocast, which is off here."""
+    """Returns the teacher's head. compute_dtype: of the policy's products; a 16-bit one is that of autocast, which is
+    off here."""
     inputs = teacher.hidden, teacher.weight, teacher.bias
     check_not_released("Teacher.weight", teacher.weight)  # it may have been released since the forward
     if compute_dtype is None or compute_dtype.itemsize > 2:
@@ -65,14 +67,14 @@ def _lm_head(
 
 
 def transform_of(teacher: Teacher | None, config: LossConfig) -> TeacherTransform:
-    """The scalars of the divergence to a Teacher; None: to one that is known by its probabilities."""
+    """Returns the scalars of the divergence to a Teacher; None: to a teacher that is known by its probabilities."""
     scale, softcap = (1.0, None) if teacher is None else (teacher.logit_scale, teacher.logit_softcap)
     beta = 0.5 if config.divergence_beta is None else config.divergence_beta
     return TeacherTransform(config.divergence or "reverse_kl", beta, float(scale), float(softcap or 0.0))
 
 
 class TeacherHead:
-    """Logits of a teacher, and what its row kernels keep of each token. `weight` (N,): d loss / d divergence."""
+    """The logits of a teacher, and what row kernels store of each token. `weight` (N,): d loss / d divergence."""
 
     def __init__(
         self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, count: int,
@@ -89,13 +91,13 @@ class TeacherHead:
         return self.head.logits_dtype
 
     def beside(self, head: Any, rows: Rows) -> TeacherLogits:
-        """For the rows whose logits `head`, an LMHead, has just computed."""
+        """Returns the teacher's logits of the rows whose logits `head`, an LMHead, has just computed."""
         logits = self.head.logits(rows, head.scratch.teacher_logits(rows.count))
         per_token = self.weight, self.divergence, self.offset, self.lse
         return TeacherLogits(logits, self.head.folded_bias, self.transform, *per_token)
 
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
-        """Replaces what the row kernel wrote of a slice of the vocabulary."""
+        """Replaces the divergence of a slice of the vocabulary by that of all ranks; does nothing without slices."""
         if self.vocab_slice is not None:
             local_lse = chunk.rows.take(self.lse).contiguous()
             chunk.rows.put(self.lse, self.vocab_slice.gather(local_lse).logsumexp(0))
@@ -122,7 +124,7 @@ class TopKHead(TopKIds):
         self.divergence = torch.zeros_like(stats.logp)
 
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
-        """After the statistics of a chunk, whose logits are as before afterwards."""
+        """Computes the divergence of a chunk, whose statistics are known. The logits are the same afterwards."""
         rows = chunk.rows
         if self.tail is not None:
             positions, _ = self._positions(rows.take(self.ids))
@@ -137,7 +139,8 @@ class TopKHead(TopKIds):
         rows.put(self.divergence, divergence)
 
     def _outcomes(self, chunk: LogitChunk, log_p: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the policy and the teacher between which the divergence is."""
+        """Returns the log-probabilities of the policy and of the teacher, (C, K or K + 1) each, between which the
+        divergence is."""
         rows, log_q = chunk.rows, chunk.rows.take(self.log_q)
         log_p = log_p.masked_fill(~rows.take(self.used), -torch.inf)
         if self.mode == "renormalize":
@@ -151,7 +154,7 @@ class TopKHead(TopKIds):
         return torch.cat([log_p, log_tails[:, :1]], 1), torch.cat([log_q, log_tails[:, 1:]], 1)
 
     def _sum_gradient(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradient:
-        """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
+        """Returns the gradient of the divergence; an entry that a token does not use repeats that of its first id."""
         outcomes = self._outcomes(chunk, log_p)
         p = outcomes[0].exp()
         dlogp_term = slopes(*outcomes, 0.0, self.transform)
@@ -178,13 +181,16 @@ class GivenTopK(TopKHead):
         self.mass = self.log_q.exp().sum(1)
 
     def holds(self, sampled: Tensor) -> Tensor:
-        """(N,) bool: the sampled id (N,) is among the K, or there is none."""
+        """Returns (N,) bool: the sampled id (N,) is among the K, or there is none."""
         return ((self.ids == sampled[:, None]) & self.used).any(1) | (sampled < 0)
 
 
 class PolicyTopK(TopKHead):
-    """The policy's likeliest ids, and a Teacher's logits of them. stats: of the teacher, which a pass over its whole
-    vocabulary writes before the first chunk, unless the mode is "renormalize"."""
+    """The policy's likeliest ids, and a Teacher's logits of them.
+
+    stats: of the teacher; a pass over its whole vocabulary writes them before the first chunk, unless the mode is
+        "renormalize".
+    """
 
     def __init__(
         self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, *options: Any
@@ -198,6 +204,7 @@ class PolicyTopK(TopKHead):
         self.mass = None if self.mode == "renormalize" else torch.zeros_like(self.stats.lse)
 
     def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
+        """Finds the likeliest ids of a chunk, computes the teacher's log-probabilities of them, and the divergence."""
         rows, head, ids = chunk.rows, self.head, self._likeliest(chunk)
         rows.put(self.ids, ids)
         local_ids = pad(self._local_ids(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
@@ -217,7 +224,8 @@ class PolicyTopK(TopKHead):
 
 
 class KeptTeacher(TeacherHead):
-    """The ids of a TopKTeacher where they are a token's sampling mask: its log-probabilities beside the kept logits."""
+    """The log-probabilities of a TopKTeacher whose ids are the tokens' sampling mask, as logits next to the kept
+    logits."""
 
     def __init__(self, top_k: GivenTopK, head: KeptLogits, temperature: Tensor) -> None:
         self.transform, self.weight, self.divergence = top_k.transform, top_k.weight, top_k.divergence
@@ -243,7 +251,7 @@ def new_teacher(
     teacher: Teacher | TopKTeacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None,
     count: int, dtype: torch.dtype, vocab_size: int, vocab_slice: VocabSlice | None,
 ) -> TeacherHead | TopKHead:  # fmt: skip
-    """What the engine keeps of a teacher, for so many tokens with values in `dtype`."""
+    """Returns what a call computes with a teacher: `count` tokens, values in `dtype`."""
     if has_full_vocab(teacher):
         return TeacherHead(teacher, config, backend, compute_dtype, count, dtype, vocab_slice)
     device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device
