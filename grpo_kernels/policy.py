@@ -15,7 +15,7 @@ from .checks.plain import check_shape, gather_dtensor
 from .config import check_count, check_one_of
 from .head.chunk_size import Selection
 from .head.gradients import PrecomputedGradients, compute_in_forward
-from .head.logps_op import LogpsCall, check_call, open_pass
+from .head.logps_op import LogpsCall, begin_logps, check_call
 from .head.loop import run
 from .head.products import pinned_matmul_precision
 from .head.shared import hide_from_dispatch_modes, requires_grad_flags, statistics_dtype
@@ -157,7 +157,7 @@ def _run(
     ids, dtype = scores.tokens.completion_ids, statistics_dtype(scores.compute_dtype or hidden.dtype)
     stats = Statistics.zeros(ids.numel(), device, dtype)
     check_call(scores, weight.shape[0], call.cu_seqlens)
-    head, tokens, mask, _, chosen = open_pass(
+    head, tokens, mask, _, chosen = begin_logps(
         (hidden, weight, bias), scores, stats, wants=wants, chunk_rows=call.chunk_rows
     )
     if call.cu_seqlens is None:

@@ -41,7 +41,7 @@ class Selection(NamedTuple):
     lengths: list[int] | None  # those with a gradient per sequence, with whole sequences, if known on the host
 
     @classmethod
-    def of(cls, order: Tensor, active: int, rest: int, lengths: list[int] | None) -> Selection:
+    def from_order(cls, order: Tensor, active: int, rest: int, lengths: list[int] | None) -> Selection:
         """order (N,): so many active tokens, so many others, then those that are not scored."""
         total = order.numel()
         first = None if active == total else order[:active]
@@ -76,7 +76,7 @@ def select_tokens(
     found: list[int] = numbers.tolist()
     total = active.numel() if scored is None else found[len(flags) - 1]
     order = flags.sum(0, dtype=torch.int8).argsort(descending=True, stable=True)
-    return Selection.of(order, found[0], total - found[0], None if sequences is None else found[len(flags) :])
+    return Selection.from_order(order, found[0], total - found[0], None if sequences is None else found[len(flags) :])
 
 
 def reads_block_host(device: torch.device) -> bool:

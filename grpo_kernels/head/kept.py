@@ -41,7 +41,7 @@ DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}
 WIDTHS = {"cpu": (12, 2), "cuda": (64, 4)}
 
 
-def most_kept(vocab_size: int, device: torch.device) -> int:
+def max_gathered_ids(vocab_size: int, device: torch.device) -> int:
     """How many ids of a token take at most as long in gathers as the token does in dense products."""
     return int(vocab_size // DENSE_LOGITS_PER_KEPT_ID.get(device.type, DENSE_LOGITS_PER_KEPT_ID["cuda"]))
 
@@ -93,16 +93,16 @@ class Split(NamedTuple):
 
 def split(
     mask: TokenMask, scored: Tensor, active: Tensor, vocab_size: int, *,
-    gathers: Tensor | None = None, offsets: Tensor | None = None,
+    may_gather: Tensor | None = None, offsets: Tensor | None = None,
 ) -> Split:  # fmt: skip
-    """By one read. scored, active (N,) bool, active ones are scored; gathers (N,) bool: no other token may; offsets
+    """By one read. scored, active (N,) bool, active ones are scored; may_gather (N,) bool: no other token may; offsets
     (S + 1,) of sequences whose `lengths` are wanted."""
     device = mask.ids.device
-    widths, bounds, groups = _widths(most_kept(vocab_size, device), device, mask.counts.dtype)
+    widths, bounds, groups = _widths(max_gathered_ids(vocab_size, device), device, mask.counts.dtype)
     # Of each token by its number of ids: 0 without any, 1 to k of the k matrices, k + 1 with more than gathers take.
     kind, dense = torch.bucketize(mask.counts, bounds, right=True), len(widths) + 1
-    if gathers is not None:
-        kind = torch.where(gathers | (kind == 0), kind, dense)
+    if may_gather is not None:
+        kind = torch.where(may_gather | (kind == 0), kind, dense)
     is_dense = scored & (kind == dense)
     # In this order: dense products with a gradient, those without, each matrix, tokens that are not scored.
     group = torch.where((kind == 0) | (kind == dense), (~active).long(), kind + 1)
@@ -120,7 +120,9 @@ def split(
             matrices.append((Rows(0, size, order[first : first + size]), width))
         first += size
     lengths = None if offsets is None else [stop - start for start, stop in pairwise(ends)]
-    return Split(Selection.of(order, active_size, other_size, lengths), matrices, is_dense if num_dense else None)
+    return Split(
+        Selection.from_order(order, active_size, other_size, lengths), matrices, is_dense if num_dense else None
+    )
 
 
 # --- gathers ------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
 AnyTeacher = Union[TeacherHead, TopKHead, TopKLogps, None]
 
 
-class Opened(NamedTuple):
+class LogpsPass(NamedTuple):
     """A pass for log-probabilities alone; its tokens."""
 
     head: LMHead
@@ -117,7 +117,7 @@ class Opened(NamedTuple):
     chosen: Selection
 
 
-def open_pass(
+def begin_logps(
     inputs: Inputs,
     call: LogpsCall,
     stats: Statistics,
@@ -125,7 +125,7 @@ def open_pass(
     wants: Sequence[bool] = (False, False, False),
     chunk_rows: Optional[int] = None,
     teacher: AnyTeacher = None,
-) -> Opened:
+) -> LogpsPass:
     """Prepares the tokens of a call, whose statistics are written to `stats`."""
     ids, mask, per_token, kept_ids, kept_counts = call.tokens
     number, logit_scale, softcap, theta = call.numbers
@@ -157,7 +157,7 @@ def open_pass(
         chosen = tokens.add_mask(sampling_mask, mask, mask)
     if chosen is None:
         chosen = select_tokens(mask, mask, None, every_row=every_row)
-    return Opened(head, tokens, mask, every_row, chosen)
+    return LogpsPass(head, tokens, mask, every_row, chosen)
 
 
 def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = None) -> None:
@@ -196,7 +196,7 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
         if call.teacher is not None:
             given = call.compute_dtype, count, dtype, vocab_size, call.vocab_slice
             teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), *given)
-        head, tokens, mask, every_row, chosen = open_pass(inputs, call, stats, teacher=teacher)
+        head, tokens, mask, every_row, chosen = begin_logps(inputs, call, stats, teacher=teacher)
         tokens.normalise_teacher(chosen.scored)
         tokens.forward(chosen.scored, entropy=call.want_entropy)
         head.free()
@@ -257,7 +257,7 @@ def _compute_gradients(
         if (several := _k_logps(inputs, call, stats)) is not None:
             several.take_gradient(_filled(outer[0].reshape(several.ids.shape), flat, 0.0))
             teacher, outer = several, (torch.zeros_like(entropy), outer[1])
-        head, tokens, mask, every_row, _ = open_pass(inputs, call, stats, wants=wants, teacher=teacher)
+        head, tokens, mask, every_row, _ = begin_logps(inputs, call, stats, wants=wants, teacher=teacher)
         dlogp, dentropy = (_filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
         tokens.backward(dlogp, dentropy, every_row=every_row)
         return head.gradients().without_scales()

@@ -74,7 +74,7 @@ class TokenBatch:
         # Gathered rows have the ids of such a teacher only, and those of the mask are the same.
         holds = self.teacher.holds(self.sampled_ids) if isinstance(self.teacher, GivenTopK) else None
         found = split(
-            mask, scored, scored if active is None else active, head.vocab_size, gathers=holds, offsets=offsets
+            mask, scored, scored if active is None else active, head.vocab_size, may_gather=holds, offsets=offsets
         )
         if found.is_dense is not None:
             self.mask = DenseMask(mask, found.is_dense, self.ids, dtype, head.vocab_slice)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.operations import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
 from ..kernels.torch.kept import padded
 from .chunk_size import reads_block_host
-from .kept import most_kept, places_of, split
+from .kept import max_gathered_ids, places_of, split
 from .lm_head import LMHead
 
 _PAIR_BYTES = 48  # in the products: as it is, in matrices, and in the order of the ids
@@ -38,7 +38,7 @@ class SparsePairs:
     def __init__(self, head: LMHead, theta: float, dtype: torch.dtype) -> None:
         self.head, self.dtype = head, dtype
         self.rule = SparseRule(theta, 0 if head.vocab_slice is None else head.vocab_slice.first)
-        self.capacity = most_kept(len(head.weight), head.weight.device)
+        self.capacity = max_gathered_ids(len(head.weight), head.weight.device)
         self.coefficients: tuple[Tensor, Tensor] | None = None  # of the last chunk that was added
         self._buffers: SparseRows | None = None
         self._written: list[Rows] = []  # to the buffers

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.operations import Statistics
 from ..kernels.torch.transform import transformed
 from ..sampling_mask import SamplingMask
-from .logps_op import Inputs, LogpsCall, check_call, open_pass
+from .logps_op import Inputs, LogpsCall, begin_logps, check_call
 from .products import pinned_matmul_precision
 from .shared import hide_from_dispatch_modes, is_capturing, statistics_dtype
 
@@ -87,7 +87,7 @@ def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> Samp
     with pinned_matmul_precision(device):
         check_call(call, len(inputs[1]))
         stats = Statistics.empty(0, device, dtype)
-        opened = open_pass(inputs, call, stats)
+        opened = begin_logps(inputs, call, stats)
         head, tokens = opened.head, opened.tokens
         for rows in head.chunks(opened.chosen.scored):
             logits = head.logits(rows)
