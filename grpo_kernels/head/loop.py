@@ -54,7 +54,7 @@ class TokenBatch:
         self.ids = head.local_ids(ids)
         self.temperature, self.transform, self.stats, self.teacher = temperature, transform, stats, teacher
         self.mask: DenseMask | None = None
-        self.kept: TokenBatch | None = None  # tokens that keep few ids, by products over those
+        self.kept_batch: TokenBatch | None = None  # tokens that keep few ids, by products over those
         self.kept_logits: KeptLogits | None = None
         self.pairs: SparsePairs | None = None
         if sparse_backward is not None and isinstance(head, LMHead):  # which GivenLogits refuse
@@ -73,20 +73,20 @@ class TokenBatch:
             return None
         # Gathered rows have the ids of such a teacher only, and those of the mask are the same.
         holds = self.teacher.holds(self.sampled_ids) if isinstance(self.teacher, GivenTopK) else None
-        found = split(
+        paths = split(
             mask, scored, scored if active is None else active, head.vocab_size, may_gather=holds, offsets=offsets
         )
-        if found.is_dense is not None:
-            self.mask = DenseMask(mask, found.is_dense, self.ids, dtype, head.vocab_slice)
-        if found.matrices:
-            logits = KeptLogits(mask, found.matrices, self.sampled_ids, head, dtype)
+        if paths.is_dense is not None:
+            self.mask = DenseMask(mask, paths.is_dense, self.ids, dtype, head.vocab_slice)
+        if paths.matrices:
+            logits = KeptLogits(mask, paths.matrices, self.sampled_ids, head, dtype)
             self.kept_logits = logits
-            self.kept = TokenBatch(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
+            self.kept_batch = TokenBatch(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
             if isinstance(self.teacher, GivenTopK):
-                self.kept.teacher = KeptTeacher(self.teacher, logits, self.temperature)
-            for chunk in self.kept.chunks(None, Chunk):
+                self.kept_batch.teacher = KeptTeacher(self.teacher, logits, self.temperature)
+            for chunk in self.kept_batch.chunks(None, Chunk):
                 chunk.forward()
-        return found.chosen
+        return paths.chosen
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 
@@ -97,10 +97,10 @@ class TokenBatch:
     def sequences(self, index: Tensor | None, lengths: list[int], kind: type[Chunk]) -> list[Chunk]:
         """The tokens `index`, so many per sequence, in chunks of whole sequences."""
         head, chunks = self.head, []
-        rows, most = select_rows(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
-        for start, stop, sequences in sequence_chunks(lengths, most):
-            part = Rows(start, stop, None if rows.index is None else rows.index[start:stop])
-            chunks.append(kind(self, part, sequences))
+        rows, max_rows = select_rows(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
+        for start, stop, sequences in sequence_chunks(lengths, max_rows):
+            chunk_rows = Rows(start, stop, None if rows.index is None else rows.index[start:stop])
+            chunks.append(kind(self, chunk_rows, sequences))
         head.reserve([chunk.rows.count for chunk in chunks])
         return chunks
 
@@ -155,8 +155,8 @@ class TokenBatch:
 
     def backward_kept(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Of the tokens that keep few ids, whose logits are all there: after all dense products."""
-        if self.kept is not None and self.kept_logits is not None:
-            for chunk in self.kept.chunks(None, Chunk):
+        if self.kept_batch is not None and self.kept_logits is not None:
+            for chunk in self.kept_batch.chunks(None, Chunk):
                 chunk.recompute_logits()
                 chunk.backward(dlogp, dentropy)
             self.kept_logits.add_dweight()
@@ -178,9 +178,9 @@ class TokenBatch:
             sums[0] = self.kept_logits.num_tokens
             torch.sum(self.kept_logits.added, 0, dtype=sums.dtype, out=sums[1])
         if self.mask is not None:
-            of_dense = self.mask.sums(self.stats)
-            sums[0] += of_dense[2]
-            sums[1:] += of_dense
+            dense_sums = self.mask.sums(self.stats)
+            sums[0] += dense_sums[2]
+            sums[1:] += dense_sums
         return sums
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -204,15 +204,15 @@ class TokenBatch:
     ) -> SampledEntries:
         """d loss / d logits of a chunk at the sampled ids, from their logp (C,), and d loss / d logp and d loss /
         d entropy (N,)."""
-        ids, temperature, own = rows.take(self.ids), rows.take(self.temperature), rows.take(dlogp)
+        ids, temperature, dlogp_rows = rows.take(self.ids), rows.take(self.temperature), rows.take(dlogp)
         lse, entropy = rows.take(self.stats.lse), rows.take(self.stats.entropy)
-        of_entropy = torch.zeros_like(own) if dentropy is None else rows.take(dentropy)
-        values = gradient_of_sampled(logp, torch.where(of_entropy == 0, 0.0, entropy), own, of_entropy)
+        dentropy_rows = torch.zeros_like(dlogp_rows) if dentropy is None else rows.take(dentropy)
+        values = gradient_of_sampled(logp, torch.where(dentropy_rows == 0, 0.0, entropy), dlogp_rows, dentropy_rows)
         values = values * (self.transform.logit_scale / temperature)
         if self.transform.softcap:
-            capped = (lse + logp) * temperature / self.transform.softcap  # tanh of the logit over the cap
-            values = values * (1 - capped * capped)
-        has_gradient = (own != 0) | (of_entropy != 0)
+            tanh = (lse + logp) * temperature / self.transform.softcap  # tanh of the logit over the cap
+            values = values * (1 - tanh * tanh)
+        has_gradient = (dlogp_rows != 0) | (dentropy_rows != 0)
         return SampledEntries(ids, torch.where(has_gradient, values, 0.0).float())
 
     def store_statistics(self, rows: Rows, statistics: Statistics) -> None:
@@ -231,29 +231,29 @@ class Chunk:
     def forward(self) -> None:
         """Computes the logits and writes the statistics of the tokens."""
         batch, rows = self.batch, self.rows
-        read = self._read()
+        chunk = self._compute_logits()
         if batch.mask is not None:
-            batch.backend.statistics(read._replace(stats=batch.mask.full))
-            batch.mask.apply(read)
-        batch.backend.statistics(read)
+            batch.backend.statistics(chunk._replace(stats=batch.mask.full))
+            batch.mask.apply(chunk)
+        batch.backend.statistics(chunk)
         if batch.vocab_slice is not None:
             batch.vocab_slice.combine(rows, batch.sampled_ids, batch.stats)
         if batch.teacher is not None:
-            batch.teacher.after_statistics(read, batch.backend)
+            batch.teacher.after_statistics(chunk, batch.backend)
 
     def recompute_logits(self) -> None:
         """Computes the logits of tokens whose statistics are known."""
-        read = self._read()
+        chunk = self._compute_logits()
         if self.batch.mask is not None:
-            self.batch.mask.apply(read)
+            self.batch.mask.apply(chunk)
 
-    def _read(self) -> LogitChunk:
+    def _compute_logits(self) -> LogitChunk:
         batch = self.batch
         logits = batch.head.logits(self.rows)
         teacher = batch.teacher.beside(batch.head, self.rows) if isinstance(batch.teacher, TeacherHead) else None
-        given = batch.ids, batch.temperature, batch.stats, batch.transform, batch.head.folded_bias, teacher
-        self.read = LogitChunk(logits, self.rows, *given)
-        return self.read
+        per_token = batch.ids, batch.temperature, batch.stats, batch.transform, batch.head.folded_bias, teacher
+        self.logit_chunk = LogitChunk(logits, self.rows, *per_token)
+        return self.logit_chunk
 
     def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Adds the chunk's part of the gradients of the head, from d loss / d logp and d loss / d entropy (N,)."""
@@ -261,13 +261,13 @@ class Chunk:
         if batch.pairs is None:
             self.add_gradient(dlogp, dentropy)
         else:
-            batch.pairs.add(self.read, (dlogp, dentropy), None if batch.mask is None else batch.mask.masked)
+            batch.pairs.add(self.logit_chunk, (dlogp, dentropy), None if batch.mask is None else batch.mask.masked)
 
     def add_gradient(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Writes the gradient of the logits and adds its products."""
-        batch, read, rows = self.batch, self.read, self.rows
+        batch, chunk, rows = self.batch, self.logit_chunk, self.rows
         head, weight = batch.head, None if batch.teacher is None else batch.teacher.weight
-        written = head.row_gradients(rows, read.logits)
+        dlogits = head.row_gradients(rows, chunk.logits)
         if not isinstance(head, KeptLogits) and head.grad_dtype == torch.float16 and rows.count:
             largest = torch.maximum(rows.take(dlogp).abs(), rows.take(dentropy).abs())
             if weight is not None:
@@ -277,21 +277,21 @@ class Chunk:
             )
             dlogp, dentropy = dlogp * scale, dentropy * scale
             weight = None if weight is None else weight * scale
-        if weight is not None and read.teacher is not None:
-            read = read._replace(teacher=read.teacher._replace(weight=weight))
-        entries = None
+        if weight is not None and chunk.teacher is not None:
+            chunk = chunk._replace(teacher=chunk.teacher._replace(weight=weight))
+        patch = None
         if weight is not None and isinstance(batch.teacher, TopKIds):
-            read, dlogp, dentropy, entries = batch.teacher.patch(read, batch.sampled_ids, (dlogp, dentropy, weight))
+            chunk, dlogp, dentropy, patch = batch.teacher.patch(chunk, batch.sampled_ids, (dlogp, dentropy, weight))
         rounds = isinstance(head, LMHead) and head.grad_dtype.itemsize == 2
-        logp = batch.sampled_logps(read) if rounds else None  # before the gradient takes the place of the logits
-        batch.backend.gradient(read, dlogp, dentropy, written)
-        if entries is not None:
-            entries.write(written)
+        logp = batch.sampled_logps(chunk) if rounds else None  # before the gradient takes the place of the logits
+        batch.backend.gradient(chunk, dlogp, dentropy, dlogits)
+        if patch is not None:
+            patch.write(dlogits)
         if isinstance(head, LMHead) and logp is not None:
-            found = batch.sampled_entries(rows, logp, dlogp, dentropy)
-            head.accumulate(rows, written, found if weight is None else found.as_rounded(written))
+            sampled = batch.sampled_entries(rows, logp, dlogp, dentropy)
+            head.accumulate(rows, dlogits, sampled if weight is None else sampled.as_rounded(dlogits))
         else:
-            head.accumulate(rows, written)
+            head.accumulate(rows, dlogits)
 
 
 class Exponentials(Chunk):
@@ -300,15 +300,15 @@ class Exponentials(Chunk):
     def forward(self) -> None:
         batch, head = self.batch, self.batch.head
         assert isinstance(head, LMHead) and batch.backend.exponentials is not None
-        read = self._read()
-        self.exponentials = head.row_gradients(self.rows, read.logits)
-        self.unit = batch.backend.exponentials(read, batch.head_chunk(self.rows), self.exponentials)
+        chunk = self._compute_logits()
+        self.exponentials = head.row_gradients(self.rows, chunk.logits)
+        self.unit = batch.backend.exponentials(chunk, batch.head_chunk(self.rows), self.exponentials)
 
     def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
-        head, own = self.batch.head, self.rows.take(dlogp)
+        head, dlogp_rows = self.batch.head, self.rows.take(dlogp)
         assert isinstance(head, LMHead)
         # A token without a gradient has none whatever its row holds.
-        scale = torch.where(own == 0, 0.0, -own * self.unit)
+        scale = torch.where(dlogp_rows == 0, 0.0, -dlogp_rows * self.unit)
         sampled = self.batch.sampled_entries(self.rows, self.rows.take(self.batch.stats.logp), dlogp)
         head.accumulate_scaled(self.rows, self.exponentials, scale, sampled)
 
@@ -322,8 +322,8 @@ class FusedExponentials(Exponentials):
         batch, head = self.batch, self.batch.head
         assert isinstance(head, LMHead) and batch.backend.fused_exponentials is not None
         self.exponentials = head.scratch.gradients(self.rows.count)
-        found, self.unit = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
-        batch.store_statistics(self.rows, found)
+        statistics, self.unit = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
+        batch.store_statistics(self.rows, statistics)
 
 
 def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, slice]]:
@@ -366,5 +366,5 @@ def run(
         # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.
         chunk.backward(*(loss(chunk.rows, chunk.sequences) if len(chunks) > 1 else loss.gradients()))
     batch.flush_sparse()
-    if batch.kept is not None:
+    if batch.kept_batch is not None:
         batch.backward_kept(*loss.gradients())

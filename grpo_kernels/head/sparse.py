@@ -17,13 +17,13 @@ from torch import Tensor
 from ..kernels.operations import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
 from ..kernels.torch.kept import padded
 from .chunk_size import reads_block_host
-from .kept import max_gathered_ids, places_of, split
+from .kept import id_positions, max_gathered_ids, split
 from .lm_head import LMHead
 
 _PAIR_BYTES = 48  # in the products: as it is, in matrices, and in the order of the ids
 
 
-class _Found(NamedTuple):
+class ChunkPairs(NamedTuple):
     """The pairs of a chunk."""
 
     tokens: Tensor  # (R,) int64, those with pairs
@@ -41,13 +41,13 @@ class SparsePairs:
         self.capacity = max_gathered_ids(len(head.weight), head.weight.device)
         self.coefficients: tuple[Tensor, Tensor] | None = None  # of the last chunk that was added
         self._buffers: SparseRows | None = None
-        self._written: list[Rows] = []  # to the buffers
-        self._found: list[_Found] = []
+        self._buffered_rows: list[Rows] = []  # to the buffers
+        self._waiting: list[ChunkPairs] = []
         self._dense: list[Tensor] = []
         self._num_pairs = self._num_waiting = 0
         # A tensor: the host waits for no number that it does not need.
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=head.weight.device)
-        self.room = head.scratch.rows * len(head.weight) * head.logits_dtype.itemsize // 3
+        self.buffer_bytes = head.scratch.rows * len(head.weight) * head.logits_dtype.itemsize // 3
 
     def add(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor], exact: Tensor | None) -> None:
         """The tokens of a chunk, of which those in `exact` (N,) bool get no pairs.
@@ -60,26 +60,26 @@ class SparsePairs:
 
     def _collect(self) -> None:
         """Take the pairs out of the buffers."""
-        if self._buffers is None or self.coefficients is None or not self._written:
+        if self._buffers is None or self.coefficients is None or not self._buffered_rows:
             return
         device = self.head.weight.device
-        index = torch.cat([rows.tokens(device) for rows in self._written])
-        pairs, self._written = self._buffers.part(0, len(index)), []
+        index = torch.cat([rows.tokens(device) for rows in self._buffered_rows])
+        pairs, self._buffered_rows = self._buffers.part(0, len(index)), []
         has_gradient = torch.stack([x[index] != 0 for x in self.coefficients]).any(0)
-        dense = has_gradient & (pairs.counts > self.capacity)
+        is_dense = has_gradient & (pairs.counts > self.capacity)
         if self._exact is not None:
-            dense |= has_gradient & self._exact[index]
-        here = ((pairs.counts > 0) & ~dense).nonzero().squeeze(1)
-        counts = pairs.counts[here].long()
-        _, place = places_of(here * self.capacity, counts)
-        found = (x.view(-1)[place] for x in (pairs.ids, pairs.values))
-        self._found.append(_Found(index[here], counts, *found))
-        self._dense.append(index[dense])
-        self._num_pairs += len(place)
-        self._num_waiting += len(place)
+            is_dense |= has_gradient & self._exact[index]
+        with_pairs = ((pairs.counts > 0) & ~is_dense).nonzero().squeeze(1)
+        counts = pairs.counts[with_pairs].long()
+        _, pair_index = id_positions(with_pairs * self.capacity, counts)
+        pair_data = (x.view(-1)[pair_index] for x in (pairs.ids, pairs.values))
+        self._waiting.append(ChunkPairs(index[with_pairs], counts, *pair_data))
+        self._dense.append(index[is_dense])
+        self._num_pairs += len(pair_index)
+        self._num_waiting += len(pair_index)
         self._num_tokens += has_gradient.sum()
         # With float16 the scale of the sums is known after the dense products alone.
-        if self._num_waiting * _PAIR_BYTES > self.room and self.head.grad_dtype != torch.float16:
+        if self._num_waiting * _PAIR_BYTES > self.buffer_bytes and self.head.grad_dtype != torch.float16:
             self._multiply()
 
     def dense(self) -> Tensor:
@@ -93,14 +93,14 @@ class SparsePairs:
         self._buffers = None
         if self.head.wants[0]:  # all ranks with a slice of the vocabulary add theirs up, those without a pair too
             self.head.dhidden_to_write(every_row=False)
-        if self._found:
+        if self._waiting:
             self._multiply()
 
     def _multiply(self) -> None:
         """The products of the pairs that wait."""
         head = self.head
-        tokens, counts, ids, values = (torch.cat(x) for x in zip(*self._found, strict=True))
-        self._found, self._num_waiting = [], 0
+        tokens, counts, ids, values = (torch.cat(x) for x in zip(*self._waiting, strict=True))
+        self._waiting, self._num_waiting = [], 0
         if head.wants[0]:
             self._add_dhidden(tokens, counts, ids, values)
         token_of = tokens.to(torch.int32).repeat_interleave(counts, output_size=len(ids))
@@ -108,13 +108,13 @@ class SparsePairs:
 
     def _add_dhidden(self, tokens: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
         head = self.head
-        everything = torch.ones_like(counts, dtype=torch.bool)
+        all_tokens = torch.ones_like(counts, dtype=torch.bool)
         mask = TokenMask(ids, counts, counts.cumsum(0))
-        for places, width in split(mask, everything, everything, len(head.weight)).matrices:
-            first, count = places.take(mask.firsts)[:, None], places.take(counts)[:, None]
-            (own, used), (dlogits, _) = (padded(x, first, count, width) for x in (ids, values))
-            kept = KeptIds(Rows(0, places.count, places.take(tokens)), torch.where(used, own, -1))
-            head.backend.kept_dhidden(dlogits, head.weight, kept, head.dhidden_to_write(every_row=False))
+        for rows, width in split(mask, all_tokens, all_tokens, len(head.weight)).matrices:
+            first, count = rows.take(mask.firsts)[:, None], rows.take(counts)[:, None]
+            (row_ids, is_used), (dlogits, _) = (padded(x, first, count, width) for x in (ids, values))
+            kept_ids = KeptIds(Rows(0, rows.count, rows.take(tokens)), torch.where(is_used, row_ids, -1))
+            head.backend.kept_dhidden(dlogits, head.weight, kept_ids, head.dhidden_to_write(every_row=False))
 
     def sums(self) -> Tensor:
         """SPARSE_SUMS; over ranks with a slice of the vocabulary all pairs, and the mean of the tokens in `dense`."""
@@ -127,19 +127,20 @@ class SparsePairs:
         return sums
 
     def _room_for(self, rows: Rows, num_tokens: int) -> SparseRows:
-        used = sum(written.count for written in self._written)
+        used = sum(buffered.count for buffered in self._buffered_rows)
         if self._buffers is None or used + rows.count > len(self._buffers.counts):
             self._collect()
             used = 0
         if self._buffers is None or rows.count > len(self._buffers.counts):
             device = self.head.weight.device
             row_bytes = 8 * self.capacity + 1
-            fit = self.room // row_bytes if reads_block_host(device) else 0  # pairs of many chunks, counted at once
+            # Where a read of the counts makes the host wait, pairs of many chunks are counted at once.
+            fit = self.buffer_bytes // row_bytes if reads_block_host(device) else 0
             shape = max(rows.count, min(fit, num_tokens)), self.capacity
             self._buffers = SparseRows(
                 torch.empty(shape, dtype=torch.int32, device=device),
                 torch.empty(shape, dtype=self.dtype, device=device),
                 torch.empty(shape[0], dtype=torch.int32, device=device),
             )
-        self._written.append(rows)
+        self._buffered_rows.append(rows)
         return self._buffers.part(used, used + rows.count)
