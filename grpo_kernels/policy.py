@@ -157,7 +157,7 @@ def _run(
     ids, dtype = scores.tokens.completion_ids, statistics_dtype(scores.compute_dtype or hidden.dtype)
     stats = Statistics.zeros(ids.numel(), device, dtype)
     check_call(scores, weight.shape[0], call.cu_seqlens)
-    head, tokens, mask, _, chosen = begin_logps(
+    head, tokens, mask, _, selection = begin_logps(
         (hidden, weight, bias), scores, stats, wants=wants, chunk_rows=call.chunk_rows
     )
     if call.cu_seqlens is None:
@@ -169,9 +169,9 @@ def _run(
     loss = _UserLoss(call, stats, index, sequence, len(span))
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     if scores.tokens.kept_ids is None:
-        chosen = Selection(index, None, index, lengths)
+        selection = Selection(index, None, index, lengths)
     has_entropy = scores.want_entropy
-    run(tokens, loss, chosen, gradients=any(wants), has_entropy=has_entropy, every_row=False)
+    run(tokens, loss, selection, gradients=any(wants), has_entropy=has_entropy, every_row=False)
     if not any(wants):
         loss.gradients()
     return (loss.total,), head.gradients()

@@ -86,7 +86,7 @@ def _widths(most: int, device: torch.device, dtype: torch.dtype) -> tuple[tuple[
 class Split(NamedTuple):
     """The scored tokens of a batch with a sampling mask, by the way they take."""
 
-    chosen: Selection  # those of dense products
+    selection: Selection  # those of dense products
     matrices: list[tuple[Rows, int]]  # the others: their rows, the width of their matrix
     is_dense: Tensor | None  # (N,) bool: the tokens with a mask that take dense products; None: there are none
 
@@ -262,9 +262,9 @@ def of_slice(mask: TokenMask, vocab_slice: VocabSlice) -> TokenMask:
     """The ids in this rank's slice, which are a range of each token's."""
     owner = vocab_slice.owner(mask.ids)
 
-    def number_of(chosen: Tensor) -> Tensor:
+    def number_of(is_counted: Tensor) -> Tensor:
         """(N,) how many ids of each token are among the chosen (M,) bool."""
-        before = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))
+        before = torch.nn.functional.pad(is_counted.cumsum(0), (1, 0))
         return before[mask.ends] - before[mask.firsts]
 
     local_counts = number_of(owner == vocab_slice.rank)

@@ -114,7 +114,7 @@ class LogpsPass(NamedTuple):
     tokens: TokenBatch
     mask: Optional[Tensor]  # (N,) bool, None where there is none
     every_row: bool  # no shape may depend on values
-    chosen: Selection
+    selection: Selection
 
 
 def begin_logps(
@@ -152,12 +152,12 @@ def begin_logps(
         head, sampled.contiguous().long(), temperature, LogitTransform(logit_scale, softcap), stats,
         sparse_backward=theta or None, teacher=teacher,
     )  # fmt: skip
-    chosen = None
+    selection = None
     if sampling_mask is not None:
-        chosen = tokens.add_mask(sampling_mask, mask, mask)
-    if chosen is None:
-        chosen = select_tokens(mask, mask, None, every_row=every_row)
-    return LogpsPass(head, tokens, mask, every_row, chosen)
+        selection = tokens.add_mask(sampling_mask, mask, mask)
+    if selection is None:
+        selection = select_tokens(mask, mask, None, every_row=every_row)
+    return LogpsPass(head, tokens, mask, every_row, selection)
 
 
 def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = None) -> None:
@@ -196,9 +196,9 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
         if call.teacher is not None:
             given = call.compute_dtype, count, dtype, vocab_size, call.vocab_slice
             teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), *given)
-        head, tokens, mask, every_row, chosen = begin_logps(inputs, call, stats, teacher=teacher)
-        tokens.normalise_teacher(chosen.scored)
-        tokens.forward(chosen.scored, entropy=call.want_entropy)
+        head, tokens, mask, every_row, selection = begin_logps(inputs, call, stats, teacher=teacher)
+        tokens.normalise_teacher(selection.scored)
+        tokens.forward(selection.scored, entropy=call.want_entropy)
         head.free()
         if every_row and mask is not None:
             stats = Statistics(*(torch.where(mask, x, 0.0) for x in stats))

@@ -86,7 +86,7 @@ class TokenBatch:
                 self.kept_batch.teacher = KeptTeacher(self.teacher, logits, self.temperature)
             for chunk in self.kept_batch.chunks(None, Chunk):
                 chunk.forward()
-        return paths.chosen
+        return paths.selection
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 
@@ -339,28 +339,28 @@ def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, s
 
 
 def run(
-    batch: TokenBatch, loss: Loss, chosen: Selection, *, gradients: bool, has_entropy: bool, every_row: bool
+    batch: TokenBatch, loss: Loss, selection: Selection, *, gradients: bool, has_entropy: bool, every_row: bool
 ) -> None:
     """Makes the statistics of a batch known and, with `gradients`, leaves the gradients of the loss in the head.
 
     has_entropy: a gradient goes through the entropy. every_row: no shape depends on the data.
     """
     if batch.teacher is not None:
-        batch.normalise_teacher(chosen.scored)
-    lengths = chosen.lengths
+        batch.normalise_teacher(selection.scored)
+    lengths = selection.lengths
     fits = lengths is not None and max(lengths, default=0) <= batch.head.sequence_rows
     if not gradients or loss.needs_batch or (loss.needs_sequences and not fits):
-        batch.forward(chosen.scored)
+        batch.forward(selection.scored)
         if gradients:
             batch.backward(*loss.gradients(), every_row=every_row)
         return
-    if chosen.scored_only is not None:
-        batch.forward(chosen.scored_only)
+    if selection.scored_only is not None:
+        batch.forward(selection.scored_only)
     kind = batch.chunk_kind(has_entropy)
     if loss.needs_sequences and lengths is not None:
-        chunks = batch.sequences(chosen.has_gradient, lengths, kind)
+        chunks = batch.sequences(selection.has_gradient, lengths, kind)
     else:
-        chunks = batch.chunks(chosen.has_gradient, kind)
+        chunks = batch.chunks(selection.has_gradient, kind)
     for chunk in chunks:
         chunk.forward()
         # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.

@@ -157,14 +157,14 @@ def _loss_of_head(
     token_batch = TokenBatch(
         head, tokens.ids, tokens.temperature, transform, stats, sparse_backward=config.sparse_backward, teacher=teacher
     )
-    chosen = None
+    selection = None
     sequences = tokens.sequences if needs_sequences else None
     if mask is not None:
-        chosen = token_batch.add_mask(
+        selection = token_batch.add_mask(
             mask, tokens.scored, tokens.has_gradient, None if sequences is None else sequences.offsets
         )
-    if chosen is None:
-        chosen = select_tokens(tokens.scored, tokens.has_gradient, sequences, every_row=every_row)
+    if selection is None:
+        selection = select_tokens(tokens.scored, tokens.has_gradient, sequences, every_row=every_row)
     divergence = None if teacher is None else teacher.divergence
     loss: Union[GRPOLoss, DistillationLoss]
     if call.completion_ids is None and divergence is not None:
@@ -173,7 +173,7 @@ def _loss_of_head(
         fused = fused_objective(call.batch, tokens, stats.logp.dtype)
         loss = GRPOLoss(tokens, stats.logp, stats.entropy, divergence, fused=fused)
     has_entropy = tokens.rules.has_entropy
-    run(token_batch, loss, chosen, gradients=any(call.wants), has_entropy=has_entropy, every_row=every_row)
+    run(token_batch, loss, selection, gradients=any(call.wants), has_entropy=has_entropy, every_row=every_row)
     if every_row and tokens.scored is not None:  # rows that do not count were computed too
         for x in (stats.logp, stats.entropy, *([] if divergence is None else [divergence])):
             x.copy_(torch.where(tokens.scored, x, 0.0))
@@ -255,12 +255,12 @@ def _compute_from_logits(
     return results, PrecomputedGradients([gradient], [logits.dtype], kernels, [head.gradient_scale])
 
 
-def _clear_rows(x: Tensor, chosen: Tensor) -> None:
+def _clear_rows(x: Tensor, is_cleared: Tensor) -> None:
     """Zero these rows (N,) bool of x (N, V). Only they are written, except under capture, where all are."""
     if is_capturing(x.device):
-        x.masked_fill_(chosen[:, None], 0.0)
+        x.masked_fill_(is_cleared[:, None], 0.0)
     else:
-        x.index_fill_(0, chosen.nonzero().squeeze(1), 0.0)
+        x.index_fill_(0, is_cleared.nonzero().squeeze(1), 0.0)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("grpo_loss"), mutates_args=())

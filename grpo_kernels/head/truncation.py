@@ -89,7 +89,7 @@ def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> Samp
         stats = Statistics.empty(0, device, dtype)
         opened = begin_logps(inputs, call, stats)
         head, tokens = opened.head, opened.tokens
-        for rows in head.chunks(opened.chosen.scored):
+        for rows in head.chunks(opened.selection.scored):
             logits = head.logits(rows)
             for part in rows.split(-(-rows.count // PARTS)):
                 own = logits[part.start - rows.start : part.stop - rows.start]
