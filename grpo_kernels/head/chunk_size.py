@@ -41,12 +41,12 @@ class Selection(NamedTuple):
     lengths: list[int] | None  # those with a gradient per sequence, with whole sequences, if known on the host
 
     @classmethod
-    def from_order(cls, order: Tensor, active: int, rest: int, lengths: list[int] | None) -> Selection:
+    def from_order(cls, order: Tensor, active: int, others: int, lengths: list[int] | None) -> Selection:
         """order (N,): so many active tokens, so many others, then those that are not scored."""
         total = order.numel()
         first = None if active == total else order[:active]
-        both = None if active + rest == total else order[: active + rest]
-        return cls(first, order[active : active + rest] if rest else None, both, lengths)
+        both = None if active + others == total else order[: active + others]
+        return cls(first, order[active : active + others] if others else None, both, lengths)
 
 
 def select_tokens(
@@ -63,20 +63,20 @@ def select_tokens(
             lengths = sequences.offsets.diff().tolist()
         return Selection(None, None, None, lengths)
     if not reads_block_host(active.device) and sequences is None:  # two reads cost half of what a sort does
-        first, rest = active.nonzero().squeeze(1), None
+        first, others = active.nonzero().squeeze(1), None
         if scored is not active and len(first) < (len(active) if scored is None else int(scored.count_nonzero())):
-            rest = (~active if scored is None else scored & ~active).nonzero().squeeze(1)
-        both = first if rest is None else torch.cat([first, rest])
+            others = (~active if scored is None else scored & ~active).nonzero().squeeze(1)
+        both = first if others is None else torch.cat([first, others])
         has_gradient = None if len(first) == len(active) else first
-        return Selection(has_gradient, rest, None if len(both) == len(active) else both, None)
+        return Selection(has_gradient, others, None if len(both) == len(active) else both, None)
     flags = torch.stack([active] if scored is None or scored is active else [active, scored])
     numbers = flags.sum(1)
     if sequences is not None:
         numbers = torch.cat([numbers, sequences.sum(active.to(torch.float32)).long()])
-    found: list[int] = numbers.tolist()
-    total = active.numel() if scored is None else found[len(flags) - 1]
+    sizes: list[int] = numbers.tolist()
+    total = active.numel() if scored is None else sizes[len(flags) - 1]
     order = flags.sum(0, dtype=torch.int8).argsort(descending=True, stable=True)
-    return Selection.from_order(order, found[0], total - found[0], None if sequences is None else found[len(flags) :])
+    return Selection.from_order(order, sizes[0], total - sizes[0], None if sequences is None else sizes[len(flags) :])
 
 
 def reads_block_host(device: torch.device) -> bool:
@@ -229,18 +229,18 @@ def allocate_rows(rows: int, vocab_size: int, dtypes: Sequence[torch.dtype], dev
     """A scratch (rows, V) in each type, of logits or their gradients; on a CPU in one block. Out of memory, the error
     names the setting that helps."""
     row_stride = chunk_row_stride(vocab_size, device)
-    places, size = [], 0
+    offsets, size = [], 0
     for dtype in dtypes:
-        places.append(size // dtype.itemsize)
+        offsets.append(size // dtype.itemsize)
         size += -(-rows * row_stride * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     try:
         if device.type != "cpu":
             return [torch.empty((rows, row_stride), dtype=dtype, device=device)[:, :vocab_size] for dtype in dtypes]
-        block, found = _cpu_block(size), []
-        for place, dtype in zip(places, dtypes, strict=True):
-            part = torch.empty(0, dtype=dtype, device=device)
-            found.append(part.set_(block, place, (rows, vocab_size), (row_stride, 1)))
-        return found
+        block, scratches = _cpu_block(size), []
+        for offset, dtype in zip(offsets, dtypes, strict=True):
+            scratch = torch.empty(0, dtype=dtype, device=device)
+            scratches.append(scratch.set_(block, offset, (rows, vocab_size), (row_stride, 1)))
+        return scratches
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise

@@ -32,8 +32,8 @@ class WeightGradient:
             first, total = self._total_to_write()
             h = h.float() if self.rounds_once else h
             for piece in pieces(self.weight, PIECE_ROWS):
-                part = torch.mm(dlogits[:, piece].T.to(h.dtype), h)
-                total[piece] = part if first else total[piece] + part
+                product_rows = torch.mm(dlogits[:, piece].T.to(h.dtype), h)
+                total[piece] = product_rows if first else total[piece] + product_rows
         elif self.total is None:
             self.total = product(dlogits.T, h)
         else:

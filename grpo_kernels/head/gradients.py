@@ -41,10 +41,10 @@ class PrecomputedGradients:
 
     def without_scales(self) -> list[Tensor | None]:
         """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for x, scale, dtype in zip(self.tensors, self.scales, self.dtypes, strict=True):
-            found.append(None if x is None else x.to(dtype) if scale is None else scaled_copy(x, 1 / scale, dtype))
-        return found
+            gradients.append(None if x is None else x.to(dtype) if scale is None else scaled_copy(x, 1 / scale, dtype))
+        return gradients
 
 
 def held_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -110,7 +110,7 @@ class _Precomputed(torch.autograd.Function):
         keeps_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         if not keeps_graph:
             ctx.gradients = None
-        g_loss, found = g_loss.resolve_neg(), []
+        g_loss, scaled = g_loss.resolve_neg(), []
         for i, (scale, dtype) in enumerate(zip(gradients.scales, gradients.dtypes, strict=True)):
             x, factor = gradients.tensors[i], g_loss if scale is None else g_loss / scale
             if x is None:
@@ -126,10 +126,10 @@ class _Precomputed(torch.autograd.Function):
                     gradients.backend.scale(x, factor)
                 else:
                     _write_product(x, factor, x)
-            found.append(x)
+            scaled.append(x)
             if not keeps_graph:
                 gradients.tensors[i] = None  # what was converted need not wait for the others
-        return None, None, None, *found
+        return None, None, None, *scaled
 
 
 def compute_in_forward(

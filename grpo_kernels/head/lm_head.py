@@ -50,10 +50,10 @@ class SampledEntries(NamedTuple):
 
     def rounding_errors(self, dlogits: Tensor, scale: Tensor | None = None) -> Tensor:
         """(C, 1) float32: what rounding took at the sampled ids of dlogits (C, V), or of these times `scale` (C,)."""
-        found = dlogits.gather(1, self.columns).float()
+        rounded = dlogits.gather(1, self.columns).float()
         if scale is not None:
-            found *= scale[:, None]
-        return torch.where(self.ids[:, None] >= 0, self.values[:, None] - found, 0.0)
+            rounded *= scale[:, None]
+        return torch.where(self.ids[:, None] >= 0, self.values[:, None] - rounded, 0.0)
 
     def as_rounded(self, dlogits: Tensor) -> SampledEntries:
         """These of dlogits (C, V), to which something was added."""
@@ -105,7 +105,7 @@ class LMHead:
         teacher_dtype: torch.dtype | None = None,
     ) -> None:
         hidden, weight, bias = materialized(*inputs)
-        self.given_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        self.input_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         if compute_dtype is not None:
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
             bias = None if bias is None else bias.to(compute_dtype)
@@ -131,7 +131,7 @@ class LMHead:
             self.fused_products = backend.fused_products(hidden, weight)
         # Of logits of 16 bits exponentials would be rounded twice.
         self.takes_exponentials = dtype == torch.bfloat16 and vocab_slice is None and has_float32_logits
-        self.held_dtypes = [*map(held_dtype, self.given_dtypes)]
+        self.held_dtypes = [*map(held_dtype, self.input_dtypes)]
         for i, in_fp32 in enumerate((vocab_slice is not None, accumulate_in_fp32)):
             if in_fp32:
                 self.held_dtypes[i] = torch.promote_types(self.held_dtypes[i], torch.float32)
@@ -165,28 +165,28 @@ class LMHead:
         if self._chunk_rows is not None:
             return self._chunk_rows
         device = self.hidden.device
-        known = multiprocessors_of(device) if self.vocab_slice is None else self.vocab_slice.multiprocessors
+        multiprocessors = multiprocessors_of(device) if self.vocab_slice is None else self.vocab_slice.multiprocessors
         return rows_of_chunk(
             self.num_tokens, self.weight.shape[1], row_bytes, self.grad_dtype, device,
-            rounds=self.wants[1] and self.held_dtypes[1].itemsize == 2, multiprocessors=known,
+            rounds=self.wants[1] and self.held_dtypes[1].itemsize == 2, multiprocessors=multiprocessors,
         )  # fmt: skip
 
     def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> list[Rows]:
         """These tokens (None: all) in chunks of logits, or else of what has the type of gradients."""
         rows = select_rows(index, self.num_tokens)
-        most = self.rows if holds_logits else self.rows_of(self._vocab_rows * self.grad_dtype.itemsize)
-        return rows.split(self._length(rows.count, most))
+        max_rows = self.rows if holds_logits else self.rows_of(self._vocab_rows * self.grad_dtype.itemsize)
+        return rows.split(self._length(rows.count, max_rows))
 
     def reserve(self, counts: Sequence[int]) -> None:
         """Prepares for chunks of so many rows."""
         self.scratch.rows = max([self.scratch.rows, *counts])
 
-    def _length(self, count: int, most: int) -> int:
+    def _length(self, count: int, max_rows: int) -> int:
         """Rows of the parts that `count` are cut into: on a CPU nearly equal ones; a GPU computes tiles of many rows,
         so that only the last part may have one that is not full."""
-        if count <= most or self.hidden.device.type != "cpu":
-            return max(1, min(count, most))
-        return -(-count // -(-count // most))
+        if count <= max_rows or self.hidden.device.type != "cpu":
+            return max(1, min(count, max_rows))
+        return -(-count // -(-count // max_rows))
 
     def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:
         """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
@@ -313,19 +313,19 @@ class LMHead:
                 finished.append(total.view(x.shape).to(dtype))
         self.dhidden = self.dbias = self.dweight.total = None
         scales = [None, self.gradient_scale, self.gradient_scale]
-        return PrecomputedGradients(finished, self.given_dtypes, self.backend, scales)
+        return PrecomputedGradients(finished, self.input_dtypes, self.backend, scales)
 
-    def add_dbias(self, share: Tensor) -> None:
-        self.dbias = share if self.dbias is None else self.dbias.add_(share)
+    def add_dbias(self, contribution: Tensor) -> None:
+        self.dbias = contribution if self.dbias is None else self.dbias.add_(contribution)
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
         dtype = self.held_dtypes[0]
-        whole = self.dhidden is None and rows.index is None and rows.count == self.num_tokens
+        is_whole = self.dhidden is None and rows.index is None and rows.count == self.num_tokens
         if self.gradient_scale is not None:
             values = values.to(dtype) / self.gradient_scale
-        elif whole or rows.index is not None:  # a copy into a range converts by itself
+        elif is_whole or rows.index is not None:  # a copy into a range converts by itself
             values = values.to(dtype)
-        if whole:
+        if is_whole:
             self.dhidden = values
         else:
             rows.put(self.dhidden_to_write(every_row=rows.index is None), values)
@@ -351,8 +351,8 @@ class LMHead:
             return total
         in_fp32 = self.held_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
         if dtype.itemsize == 2 and in_fp32 and returns_float32(weight.device, dtype):
-            found = product(dlogits, weight)
-            return found if missing is None else found.add_(missing)
+            dhidden = product(dlogits, weight)
+            return dhidden if missing is None else dhidden.add_(missing)
         # A product adds to its start in float32, and rounds once.
         return torch.mm(dlogits, weight) if missing is None else missing.to(dtype).addmm_(dlogits, weight)
 

@@ -94,13 +94,13 @@ def logps_from_hidden(
         teacher, of_teacher = teacher_to_key(call.teacher)
         tokens, types = [*call.tokens, *of_teacher], (call.compute_dtype, call.logits_dtype)
         options = call.want_entropy, call.backend, *types, call.top_k, teacher, call.divergence.key
-        found, entropy, divergence, _, _, ids = logps(hidden, weight, bias, tokens, list(call.numbers), *options)
-        return found, entropy, divergence if teacher else None, ids
+        logp, entropy, divergence, _, _, ids = logps(hidden, weight, bias, tokens, list(call.numbers), *options)
+        return logp, entropy, divergence if teacher else None, ids
     if any(requires_grad_flags(hidden, weight, bias)):
         return *_Logps.apply(hidden, weight, bias, call), None
     with torch.no_grad():
-        found, entropy, divergence, ids = _results(hidden, *_compute((hidden, weight, bias), call))
-    return found, entropy if call.want_entropy else None, divergence, ids
+        logp, entropy, divergence, ids = _results(hidden, *_compute((hidden, weight, bias), call))
+    return logp, entropy if call.want_entropy else None, divergence, ids
 
 
 Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
@@ -194,8 +194,8 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
         stats = Statistics.zeros(count, hidden.device, dtype)
         teacher: AnyTeacher = _k_logps(inputs, call, stats)
         if call.teacher is not None:
-            given = call.compute_dtype, count, dtype, vocab_size, call.vocab_slice
-            teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), *given)
+            engine_options = call.compute_dtype, count, dtype, vocab_size, call.vocab_slice
+            teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), *engine_options)
         head, tokens, mask, every_row, selection = begin_logps(inputs, call, stats, teacher=teacher)
         tokens.normalise_teacher(selection.scored)
         tokens.forward(selection.scored, entropy=call.want_entropy)
@@ -209,11 +209,11 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
 
 def _k_logps(inputs: Inputs, call: LogpsCall, stats: Statistics) -> Optional[TopKLogps]:
     """What belongs to K ids of each token, where the call is of these."""
-    ids, several = call.tokens.completion_ids, inputs[0].dim() == call.tokens.completion_ids.dim()
-    if not several and not call.top_k:
+    ids, has_k_ids = call.tokens.completion_ids, inputs[0].dim() == call.tokens.completion_ids.dim()
+    if not has_k_ids and not call.top_k:
         return None
-    given = ids.reshape(-1, ids.shape[-1]).long() if several else call.top_k
-    return TopKLogps(given, stats, vocab_size_of(inputs[1], call.vocab_slice), call.vocab_slice)
+    top_k_ids = ids.reshape(-1, ids.shape[-1]).long() if has_k_ids else call.top_k
+    return TopKLogps(top_k_ids, stats, vocab_size_of(inputs[1], call.vocab_slice), call.vocab_slice)
 
 
 def _shaped(x: Tensor, hidden: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ def _results(
 
 @hide_from_dispatch_modes
 def _compute_gradients(
-    outer: Sequence[Tensor],
+    grads: Sequence[Tensor],
     inputs: Inputs,
     call: LogpsCall,
     results: Sequence[Tensor],
@@ -251,14 +251,14 @@ def _compute_gradients(
     check_not_released("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
         stats = Statistics(torch.zeros_like(entropy), lse.clone(), entropy.clone())
-        flat = None if call.tokens.mask is None else call.tokens.mask.view(-1)
+        flat_mask = None if call.tokens.mask is None else call.tokens.mask.view(-1)
         if teacher is not None:
-            teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), flat, 0.0)
-        if (several := _k_logps(inputs, call, stats)) is not None:
-            several.take_gradient(_filled(outer[0].reshape(several.ids.shape), flat, 0.0))
-            teacher, outer = several, (torch.zeros_like(entropy), outer[1])
+            teacher.weight = _filled(grads[2].reshape(-1).to(entropy.dtype), flat_mask, 0.0)
+        if (k_logps := _k_logps(inputs, call, stats)) is not None:
+            k_logps.take_gradient(_filled(grads[0].reshape(k_logps.ids.shape), flat_mask, 0.0))
+            teacher, grads = k_logps, (torch.zeros_like(entropy), grads[1])
         head, tokens, mask, every_row, _ = begin_logps(inputs, call, stats, wants=wants, teacher=teacher)
-        dlogp, dentropy = (_filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
+        dlogp, dentropy = (_filled(g.reshape(-1), mask, 0.0) for g in grads[:2])
         tokens.backward(dlogp, dentropy, every_row=every_row)
         return head.gradients().without_scales()
 
@@ -268,19 +268,19 @@ class _Logps(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call):
         stats, known = _compute((hidden, weight, bias), call)
         ctx.teacher = None if call.teacher is None else known
-        ctx.call, given = call._replace(tokens=None), [*call.tokens]
+        ctx.call, saved = call._replace(tokens=None), [*call.tokens]
         if call.teacher is not None:  # for autograd to notice changes
-            given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor)]
-        save_tensors(ctx, hidden, weight, bias, stats.entropy, stats.lse, *given)
+            saved += [x for x in vars(call.teacher).values() if isinstance(x, Tensor)]
+        save_tensors(ctx, hidden, weight, bias, stats.entropy, stats.lse, *saved)
         return _results(hidden, stats, known)[:3]
 
     @staticmethod
-    def backward(ctx, *outer):
+    def backward(ctx, *grads):
         refuse_double_backward("fused_logps" if ctx.teacher is None else "fused_divergence")
         saved = saved_tensors(ctx)
         call = ctx.call._replace(tokens=LogpsTokens(*saved[5 : 5 + len(LogpsTokens._fields)]))
         inputs, wants = (saved[0], saved[1], saved[2]), ctx.needs_input_grad[:3]
-        return *_compute_gradients(outer, inputs, call, saved[3:5], wants, ctx.teacher), None
+        return *_compute_gradients(grads, inputs, call, saved[3:5], wants, ctx.teacher), None
 
 
 def _call_of_operator(
@@ -288,9 +288,9 @@ def _call_of_operator(
     backend: str, compute_dtype: Optional[torch.dtype], logits_dtype: Optional[torch.dtype], top_k: int = 0,
 ) -> LogpsCall:  # fmt: skip
     """tokens: LogpsTokens, then a teacher's tensors; teacher: the rest of it; config_key: with the divergence."""
-    own, of_teacher = tokens[: len(LogpsTokens._fields)], tokens[len(LogpsTokens._fields) :]
+    token_fields, of_teacher = tokens[: len(LogpsTokens._fields)], tokens[len(LogpsTokens._fields) :]
     types = compute_dtype, logits_dtype
-    call = LogpsCall(LogpsTokens(*own), numbers, want_entropy, backend, *types, top_k)  # type: ignore[arg-type]
+    call = LogpsCall(LogpsTokens(*token_fields), numbers, want_entropy, backend, *types, top_k)  # type: ignore[arg-type]
     return call._replace(teacher=teacher_from_key(teacher, of_teacher), divergence=config_from_key(config_key))
 
 
@@ -315,10 +315,10 @@ def logps(
     call = _call_of_operator(tokens, teacher, config_key, numbers, want_entropy, backend, *types, top_k)
     with torch.no_grad():
         stats, known = _compute((hidden, weight, bias), call)
-    found, entropy, divergence, ids = _results(hidden, stats, known)
+    logp, entropy, divergence, ids = _results(hidden, stats, known)
     divergence = hidden.new_empty(0, dtype=entropy.dtype) if divergence is None else divergence
     ids = hidden.new_empty(0, dtype=torch.int64) if ids is None else ids
-    return found, entropy, divergence, stats.entropy.clone(), stats.lse, ids
+    return logp, entropy, divergence, stats.entropy.clone(), stats.lse, ids
 
 
 @logps.register_fake
@@ -327,10 +327,10 @@ def _(
     config_key,
 ):  # fmt: skip
     dtype, shape = statistics_dtype(compute_dtype or hidden.dtype), hidden.shape[:-1]
-    count, found = math.prod(shape), (*shape, top_k) if top_k else 0
-    of_logps, of_teacher = found if top_k else tokens[0].shape, shape if teacher else 0
+    count, ids_shape = math.prod(shape), (*shape, top_k) if top_k else 0
+    of_logps, of_teacher = ids_shape if top_k else tokens[0].shape, shape if teacher else 0
     results = (of_logps, dtype), (shape, dtype), (of_teacher, dtype), (count, dtype), (count, torch.float64)
-    return tuple(hidden.new_empty(size, dtype=kind) for size, kind in (*results, (found, torch.int64)))
+    return tuple(hidden.new_empty(size, dtype=kind) for size, kind in (*results, (ids_shape, torch.int64)))
 
 
 @torch.library.custom_op(add_op_namespace_prefix("logps_backward"), mutates_args=())
@@ -354,16 +354,16 @@ def logps_backward(
     assert hidden is not None and weight is not None
     with torch.no_grad():
         known = _compute((hidden, weight, bias), call)[1] if teacher else None
-    found = _compute_gradients(outer, (hidden, weight, bias), call, results, wants, known)
-    dhidden, dweight, dbias = (hidden.new_empty(0) if g is None else g for g in found)
+    head_gradients = _compute_gradients(outer, (hidden, weight, bias), call, results, wants, known)
+    dhidden, dweight, dbias = (hidden.new_empty(0) if g is None else g for g in head_gradients)
     return dhidden, dweight, dbias
 
 
 @logps_backward.register_fake
 def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, logits_dtype, teacher, config_key, wants):
     hidden, weight, bias = inputs
-    given = (hidden, weight, weight if bias is None else bias)
-    return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
+    gradients = zip((hidden, weight, weight if bias is None else bias), wants, strict=True)
+    return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in gradients)
 
 
 _FIELDS = tuple(inspect.signature(logps._init_fn).parameters)
@@ -371,19 +371,19 @@ _OF_BACKWARD = "numbers", "backend", "compute_dtype", "logits_dtype", "teacher",
 
 
 def _save_logps(ctx, inputs, output):
-    given = dict(zip(_FIELDS, inputs, strict=True))
-    ctx.options = {name: given[name] for name in _OF_BACKWARD}
+    by_name = dict(zip(_FIELDS, inputs, strict=True))
+    ctx.options = {name: by_name[name] for name in _OF_BACKWARD}
     ctx.mark_non_differentiable(*output[3:])
-    save_tensors(ctx, given["hidden"], given["weight"], given["bias"], *output[3:5], *given["tokens"])
+    save_tensors(ctx, by_name["hidden"], by_name["weight"], by_name["bias"], *output[3:5], *by_name["tokens"])
 
 
-def _logps_gradients(ctx, *outer):
+def _logps_gradients(ctx, *grads):
     refuse_double_backward("fused_divergence" if ctx.options["teacher"] else "fused_logps")
     wants = list(ctx.needs_input_grad[:3])
     saved = saved_tensors(ctx)
     inputs, results, tokens = saved[:3], saved[3:5], saved[5:]
-    found = logps_backward(list(outer[:3]), inputs, tokens, results, **ctx.options, wants=wants)
-    gradients = {name: g for name, g, want in zip(_FIELDS, found, wants, strict=False) if want}
+    head_gradients = logps_backward(list(grads[:3]), inputs, tokens, results, **ctx.options, wants=wants)
+    gradients = {name: g for name, g, want in zip(_FIELDS, head_gradients, wants, strict=False) if want}
     gradients["tokens"] = no_gradients(tokens)
     return tuple(gradients.get(name) for name in _FIELDS)
 

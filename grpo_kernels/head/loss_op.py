@@ -83,12 +83,12 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
     refuse_when_traced(hidden, "accumulate_into", call.accumulate_into)
     if uses_custom_op(hidden, call.vocab_slice, call.accumulate_into):
         batch, (teacher, of_teacher) = call.batch, teacher_to_key(call.teacher)
-        loss, logps, entropy, found, others, divergence, *_ = grpo_loss(
+        loss, logps, entropy, measured, others, divergence, *_ = grpo_loss(
             hidden, weight, bias, tokens=[call.completion_ids, *batch.tokens, *of_teacher], num_groups=batch.num_groups,
             per_sequence=batch.per_sequence, config_key=batch.config.key, backend=batch.backend,
             compute_dtype=call.compute_dtype, wants=list(call.wants), teacher=teacher,
         )  # fmt: skip
-        results = loss, logps.detach(), entropy, found, others
+        results = loss, logps.detach(), entropy, measured, others
         return (*results, divergence) if teacher else results
     if any(call.wants):
         return compute_in_forward("fused_grpo_loss", partial(_compute, call=call), hidden, weight, bias)
@@ -177,7 +177,7 @@ def _loss_of_head(
     if every_row and tokens.scored is not None:  # rows that do not count were computed too
         for x in (stats.logp, stats.entropy, *([] if divergence is None else [divergence])):
             x.copy_(torch.where(tokens.scored, x, 0.0))
-    value, found = loss.value_and_metrics()
+    value, measured = loss.value_and_metrics()
     others = []
     if mask is not None:
         others.append(token_batch.mask_sums())
@@ -188,7 +188,7 @@ def _loss_of_head(
         others.append(counted.sum()[None])
     numbers = torch.cat([x.to(value.dtype) for x in others]) if others else value.new_empty(0)
     # The record has copies of its own, and a caller may change what it gets.
-    results = value, stats.logp.view(shape), stats.entropy.view(shape), found, numbers
+    results = value, stats.logp.view(shape), stats.entropy.view(shape), measured, numbers
     return results if divergence is None else (*results, divergence.view(shape).clone())
 
 
@@ -289,9 +289,9 @@ def grpo_loss(
     call = LossCall(tokens[0], batch, compute_dtype, wants)
     call = call._replace(teacher=teacher_from_key(teacher, tokens[count:]))
     with torch.no_grad():
-        (loss, logps, entropy, *found), gradients = _compute(hidden, weight, bias, call)
-    found = found if teacher else [*found, hidden.new_empty(0)]
-    results = loss, logps.clone(), entropy.clone(), *found  # the results of an operator share no memory
+        (loss, logps, entropy, *others), gradients = _compute(hidden, weight, bias, call)
+    others = others if teacher else [*others, hidden.new_empty(0)]
+    results = loss, logps.clone(), entropy.clone(), *others  # the results of an operator share no memory
     for g, scale in zip(gradients.tensors, gradients.scales, strict=True):
         if g is not None and scale is not None:
             g.div_(scale)
@@ -311,9 +311,9 @@ def _batch_of(
 @grpo_loss.register_fake
 def _(hidden, weight, bias, tokens, num_groups, per_sequence, config_key, backend, compute_dtype, wants, teacher=""):
     shape, dtype, f = hidden.shape[:-1], statistics_dtype(compute_dtype or hidden.dtype), hidden.new_empty
-    given = tokens[1 : 1 + len(TokenInputs._fields)]
-    batch = _batch_of(shape, given, num_groups, per_sequence, config_key, backend)
-    given = (hidden, weight, weight if bias is None else bias)
+    token_fields = tokens[1 : 1 + len(TokenInputs._fields)]
+    batch = _batch_of(shape, token_fields, num_groups, per_sequence, config_key, backend)
+    head_inputs = (hidden, weight, weight if bias is None else bias)
     return (
         f((), dtype=dtype),
         f(shape, dtype=dtype),
@@ -323,7 +323,7 @@ def _(hidden, weight, bias, tokens, num_groups, per_sequence, config_key, backen
         f(shape, dtype=dtype) if teacher else f(0),
         *(
             x.new_empty(x.shape, dtype=held_dtype(x.dtype)) if want else f(0)
-            for x, want in zip(given, wants, strict=True)
+            for x, want in zip(head_inputs, wants, strict=True)
         ),
     )
 
@@ -372,16 +372,16 @@ def policy_loss(
     check_token_values(inputs)
     with torch.no_grad():
         planned = plan(inputs, logps, config, dtype, per_sequence=per_sequence)
-        logp, nats = (x.detach().reshape(-1).to(dtype) for x in materialized(logps, entropy))
-        logp = torch.where(nats.isnan(), torch.nan, logp)
+        logp, entropy_nats = (x.detach().reshape(-1).to(dtype) for x in materialized(logps, entropy))
+        logp = torch.where(entropy_nats.isnan(), torch.nan, logp)
         if planned.scored is not None:
-            logp, nats = (torch.where(planned.scored, x, 0.0) for x in (logp, nats))
+            logp, entropy_nats = (torch.where(planned.scored, x, 0.0) for x in (logp, entropy_nats))
         count = planned.sequences.count
         batch = Batch(inputs, config, backend, logps.shape, count, num_groups, None, per_sequence)
-        loss = GRPOLoss(planned, logp, nats, fused=fused_objective(batch, planned, dtype))
+        loss = GRPOLoss(planned, logp, entropy_nats, fused=fused_objective(batch, planned, dtype))
         gradients = loss.gradients()
-        value, found = loss.value_and_metrics()
-    return value, found, *(g.reshape(logps.shape).clone() for g in gradients)
+        value, measured = loss.value_and_metrics()
+    return value, measured, *(g.reshape(logps.shape).clone() for g in gradients)
 
 
 @policy_loss.register_fake

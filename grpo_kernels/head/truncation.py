@@ -83,22 +83,22 @@ def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> Samp
     dtype = statistics_dtype(call.compute_dtype or inputs[0].dtype)
     counts = torch.zeros(ids.numel(), dtype=torch.int32, device=device)
     mass, added = torch.zeros_like(counts, dtype=dtype), torch.zeros_like(counts, dtype=torch.bool)
-    found = [counts[:0]]
+    kept_ids = [counts[:0]]
     with pinned_matmul_precision(device):
         check_call(call, len(inputs[1]))
         stats = Statistics.empty(0, device, dtype)
-        opened = begin_logps(inputs, call, stats)
-        head, tokens = opened.head, opened.tokens
-        for rows in head.chunks(opened.selection.scored):
+        logps_pass = begin_logps(inputs, call, stats)
+        head, tokens = logps_pass.head, logps_pass.tokens
+        for rows in head.chunks(logps_pass.selection.scored):
             logits = head.logits(rows)
             for part in rows.split(-(-rows.count // PARTS)):
-                own = logits[part.start - rows.start : part.stop - rows.start]
-                z, _ = transformed(own, head.folded_bias, part.take(tokens.temperature), tokens.transform)
+                part_logits = logits[part.start - rows.start : part.stop - rows.start]
+                z, _ = transformed(part_logits, head.folded_bias, part.take(tokens.temperature), tokens.transform)
                 keep, sampled = truncate(z, rule), part.take(tokens.ids)[:, None]
                 part.put(added, ~keep.gather(1, sampled).squeeze(1))
                 keep.scatter_(1, sampled, True)
                 part.put(counts, keep.sum(1, dtype=counts.dtype))
                 part.put(mass, z.softmax(1).masked_fill_(~keep, 0.0).sum(1))
-                found.append(keep.nonzero()[:, 1].to(counts.dtype))
+                kept_ids.append(keep.nonzero()[:, 1].to(counts.dtype))
         head.free()
-    return SamplingMask(torch.cat(found), *(x.view(ids.shape) for x in (counts, mass, added)))
+    return SamplingMask(torch.cat(kept_ids), *(x.view(ids.shape) for x in (counts, mass, added)))

@@ -68,15 +68,15 @@ class VocabSlice(NamedTuple):
 
     def combine(self, rows: Rows, ids: Tensor, stats: Statistics) -> None:
         """Replace the statistics of the slice by those of the vocabulary. ids (N,) of the whole vocabulary."""
-        mine = torch.stack([rows.take(x).double() for x in (stats.lse, stats.entropy, stats.logp)])
-        lse, entropy, logp = self.gather(mine).unbind(1)
+        local_stats = torch.stack([rows.take(x).double() for x in (stats.lse, stats.entropy, stats.logp)])
+        lse, entropy, logp = self.gather(local_stats).unbind(1)
         entropy, logp = entropy.to(stats.entropy.dtype), logp.to(stats.logp.dtype)
         total = torch.logsumexp(lse, 0)
-        log_share = lse - total
-        share = log_share.exp()
-        terms = torch.where(share == 0, 0.0, share * (entropy - log_share))
+        log_rank_mass = lse - total
+        rank_mass = log_rank_mass.exp()
+        terms = torch.where(rank_mass == 0, 0.0, rank_mass * (entropy - log_rank_mass))
         owner = self.owner(rows.take(ids)).long()[None]
-        sampled = (logp.gather(0, owner) + log_share.gather(0, owner)).squeeze(0)
+        sampled = (logp.gather(0, owner) + log_rank_mass.gather(0, owner)).squeeze(0)
         rows.put(stats.lse, total)
         rows.put(stats.entropy, terms.sum(0))
         rows.put(stats.logp, sampled)
