@@ -1,20 +1,21 @@
-"""Tokens with a sampling mask: which logits they need, and two ways to get them.
+"""Tokens with a sampling mask: which logits they need, and two paths that compute them.
 
 A token that keeps K ids needs K logits, h . W_j for its kept ids j, and nothing else of the vocabulary: its
 log-probability, entropy and gradients are those of a row of K logits.
 
-    gathers    products over kept ids (backends' kept_*): O(K H) per token. Tokens that keep about as many ids stand in
-               one matrix; places that a token does not use hold the logit -inf.
-    dense      the products over the whole vocabulary; logits of other ids become -inf before the row kernel reads them.
+    gather  products over the kept ids (the backends' kept_* operations): O(K H) per token. Tokens with similar numbers
+    of
+            ids share a matrix; entries that a token does not use hold the logit -inf.
+    dense   the products over the whole vocabulary; logits of other ids become -inf before the row kernel reads them.
 
-DENSE_LOGITS_PER_KEPT_ID decides: how many logits of the dense products take as long as the gathers of one kept id,
-forward and backward. Measured on a CPU (SmolLM2-135M's head, 2,048 tokens, float32 and bfloat16, 8 to 512 kept ids: 26
-to 36); predicted for GPUs: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4 ps per hidden dimension at 4.3 TB/s; a
-dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
+DENSE_LOGITS_PER_KEPT_ID decides between them: it is the number of dense logits that take as long as one gathered id,
+    forward and backward. Measured on a CPU (SmolLM2-135M's head, 2,048 tokens, float32 and bfloat16, 8 to 512 kept ids:
+    26 to 36); predicted for GPUs: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4 ps per hidden dimension at 4.3
+    TB/s; a dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
 
-Which token takes which way, and how many there are of each, the host reads once per call (`split`).
+The host reads once per call which token takes which path, and how many tokens each path has (`split`).
 
-Where a rank holds a slice of the vocabulary (vocab_parallel.py), the mask and the choice are the same on all ranks. A
+Where a rank holds a slice of the vocabulary (vocab_parallel.py), the mask and the paths are the same on all ranks. A
 rank computes the logits of the kept ids whose rows of the weight it has. The rank that has the sampled id adds it where
 it is missing.
 """
@@ -36,18 +37,18 @@ from .lm_head import HeldLogits, LMHead
 from .vocab_parallel import VocabSlice
 
 DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}
-# Columns of the narrowest matrix, one of them for a sampled id that is missing, and how much wider each next one is. On
-# a GPU a place that is not used costs some 100 bytes where an id takes 6 H, and a matrix five launches.
+# Columns of the narrowest matrix, one of them for a sampled id that is missing, and the factor to the next width. On
+# a GPU an entry that is not used costs some 100 bytes where an id takes 6 H, and a matrix five launches.
 WIDTHS = {"cpu": (12, 2), "cuda": (64, 4)}
 
 
 def max_gathered_ids(vocab_size: int, device: torch.device) -> int:
-    """How many ids of a token take at most as long in gathers as the token does in dense products."""
+    """Returns how many kept ids a token can have before the gather path takes longer than the dense path."""
     return int(vocab_size // DENSE_LOGITS_PER_KEPT_ID.get(device.type, DENSE_LOGITS_PER_KEPT_ID["cuda"]))
 
 
 def make_token_mask(ids: Tensor | None, counts: Tensor | None, vocab_size: int, *, is_static: bool) -> TokenMask | None:
-    """From the tensors of a SamplingMask; None where there is none."""
+    """Returns the mask from the tensors of a SamplingMask; None where there is none."""
     if ids is None or counts is None:
         return None
     check_kept_ids(ids, counts, vocab_size)
@@ -61,20 +62,23 @@ def make_token_mask(ids: Tensor | None, counts: Tensor | None, vocab_size: int, 
 
 
 def id_positions(firsts: Tensor, counts: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """(row, place) of each id of rows of so many ids; those of a row stand together from its place in `firsts` on.
-    `total`, the sum of `counts`, spares a read where the host knows it."""
+    """Returns (row, position) of every id of rows that have counts[row] ids each, which stand together from firsts[row]
+    on.
+
+    total: the sum of `counts`, where the host knows it; without it the sum is read back.
+    """
     row = torch.repeat_interleave(counts, output_size=total)
     place = (firsts - (counts.cumsum(0) - counts))[row]
     return row, place.add_(torch.arange(row.numel(), device=row.device))
 
 
-# --- which way ----------------------------------------------------------------------------------------------------
+# --- which path ---------------------------------------------------------------------------------------------------
 
 
 @cache
 def _widths(most: int, device: torch.device, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor, Tensor]:
-    """(widths of the matrices of tokens with at most `most` ids, numbers of ids in `dtype` where the next kind of token
-    begins, numbers of the groups of `split`)."""
+    """Returns (widths of the matrices for tokens with at most `most` ids, numbers of ids in `dtype` from which on a
+    token takes the next path, numbers of the groups of `split`)."""
     least, factor = WIDTHS.get(device.type, WIDTHS["cuda"])
     widths = [least] if most else []
     while widths and widths[-1] <= most:
@@ -84,7 +88,7 @@ def _widths(most: int, device: torch.device, dtype: torch.dtype) -> tuple[tuple[
 
 
 class Split(NamedTuple):
-    """The scored tokens of a batch with a sampling mask, by the way they take."""
+    """The scored tokens of a batch with a sampling mask, by their paths."""
 
     selection: Selection  # those of dense products
     matrices: list[tuple[Rows, int]]  # the others: their rows, the width of their matrix
@@ -95,11 +99,15 @@ def split(
     mask: TokenMask, scored: Tensor, active: Tensor, vocab_size: int, *,
     may_gather: Tensor | None = None, offsets: Tensor | None = None,
 ) -> Split:  # fmt: skip
-    """By one read. scored, active (N,) bool, active ones are scored; may_gather (N,) bool: no other token may; offsets
-    (S + 1,) of sequences whose `lengths` are wanted."""
+    """Sorts the tokens by their paths, with one read on the host.
+
+    scored, active: (N,) bool; active tokens are scored.
+    may_gather: (N,) bool; no other token takes the gather path.
+    offsets: (S + 1,) of the sequences, where the selection is to have their `lengths`.
+    """
     device = mask.ids.device
     widths, bounds, groups = _widths(max_gathered_ids(vocab_size, device), device, mask.counts.dtype)
-    # Of each token by its number of ids: 0 without any, 1 to k of the k matrices, k + 1 with more than gathers take.
+    # The path of each token, by its number of ids: 0 without any, 1 to k for the k matrices, k + 1 for dense products.
     path, dense = torch.bucketize(mask.counts, bounds, right=True), len(widths) + 1
     if may_gather is not None:
         path = torch.where(may_gather | (path == 0), path, dense)
@@ -125,11 +133,11 @@ def split(
     )
 
 
-# --- gathers ------------------------------------------------------------------------------------------------------
+# --- gather ------------------------------------------------------------------------------------------------------
 
 
 def empty_matrices(matrices: Sequence[tuple[Rows, int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """A block of numbers, and the matrices in it, one after another."""
+    """Returns one block of memory, and the matrices in it, one after another."""
     shapes = [(rows.count, width) for rows, width in matrices]
     sizes = [rows * width for rows, width in shapes]
     block = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -147,12 +155,13 @@ class KeptMatrix(Rows):
 
 
 class KeptLogits(HeldLogits):
-    """Logits of kept ids, computed at once: a matrix of them is a chunk. Their gradient goes into those of `head`."""
+    """The logits of kept ids, all computed at once. A matrix of them is a chunk; their gradients are added to those of
+    `head`."""
 
     def __init__(
         self, mask: TokenMask, matrices: Sequence[tuple[Rows, int]], sampled: Tensor, head: LMHead, dtype: torch.dtype
     ) -> None:
-        """sampled (N,): ids of the whole vocabulary."""
+        """Computes the logits. sampled (N,): ids of the whole vocabulary."""
         device, self.backend, self.vocab_slice = sampled.device, head.backend, head.vocab_slice
         first = 0 if self.vocab_slice is None else self.vocab_slice.first
         local_vocab = range(first, first + len(head.weight))
@@ -176,16 +185,16 @@ class KeptLogits(HeldLogits):
 
     @property
     def index(self) -> Tensor:
-        """(C,) int64: the tokens."""
+        """Returns the tokens, (C,) int64."""
         return torch.cat([matrix.index for matrix in self.matrices if matrix.index is not None])
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Where the logits of the sampled ids (N,) are in the rows of their matrices; -1 where the row has no logit of
-        it. Tokens of no matrix have anything, which nothing reads."""
+        """Returns the columns of the sampled ids (N,) in their matrices; -1 where a row does not have its id. Entries
+        of other tokens are not defined, and nothing reads them."""
         return self._local_ids
 
     def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> Sequence[Rows]:
-        """All of them: none is left out, `index` is None."""
+        """Returns all matrices; `index` is None."""
         assert index is None
         return self.matrices
 
@@ -194,14 +203,14 @@ class KeptLogits(HeldLogits):
         return rows.logits
 
     def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
-        """dhidden of a matrix; `add_dweight` adds the rest."""
+        """Writes dhidden of a matrix; `add_dweight` adds dweight and dbias of all."""
         if self.head.wants[0]:
             assert isinstance(rows, KeptMatrix)
             dhidden = self.head.dhidden_to_write(every_row=self.num_tokens == self.head.num_tokens)
             self.backend.kept_dhidden(dlogits, self.head.weight, rows.kept, dhidden)
 
     def add_dweight(self) -> None:
-        """dweight and dbias of all tokens, once, after the dense products."""
+        """Adds dweight and dbias of all tokens, once, after the dense products."""
         self.head.add_pairs(self.numbers, self.pairs)
 
 
@@ -209,10 +218,14 @@ class KeptLogits(HeldLogits):
 
 
 class DenseMask:
-    """Sets the logits of ids that were not kept to -inf, chunk by chunk. `full`: statistics over all ids, before.
+    """Sets the logits of ids that were not kept to -inf, chunk by chunk.
 
-    masked (N,) bool: the tokens. ids (N,) are the columns of the sampled ones, -1 where another rank has them. `added`
-    (N,) bool, of the tokens seen: the sampled id is here, and was not among the kept ones.
+    masked: (N,) bool, the tokens with a mask.
+    ids: (N,) int64, columns of the sampled ids, -1 where another rank has them.
+
+    Attributes:
+        full: statistics over all ids, taken before.
+        added: (N,) bool, of the tokens seen so far: this rank has the sampled id, and it was not among the kept ones.
     """
 
     def __init__(
@@ -227,7 +240,7 @@ class DenseMask:
         self.full = Statistics.zeros(ids.numel(), ids.device, dtype)
 
     def apply(self, chunk: LogitChunk) -> None:
-        """To the logits of a chunk, of which those of masked tokens change."""
+        """Sets the logits of a chunk's masked tokens to -inf, except those of kept ids and of the sampled one."""
         logits, vocab_size = chunk.logits, chunk.logits.shape[1]
         masked = chunk.rows.take(self.masked)
         masked_rows = masked.nonzero().squeeze(1)
@@ -248,8 +261,8 @@ class DenseMask:
             logits.masked_fill_(torch.zeros_like(masked).index_copy(0, masked_rows, has_invalid_id)[:, None], torch.nan)
 
     def sums(self, stats: Statistics) -> Tensor:
-        """(3,) over the tokens, all of which were seen: sampled ids added; the probability that the kept ids have
-        among all; how many tokens. The same on all ranks."""
+        """Returns (3,) over the masked tokens, all of which were seen: how many sampled ids were added; the sum of the
+        kept ids' probability among all ids; how many tokens. The same on all ranks."""
         added, full = self.added.sum(), self.full.lse
         if self.vocab_slice is not None:
             self.vocab_slice.add_up(added)
@@ -259,11 +272,11 @@ class DenseMask:
 
 
 def of_slice(mask: TokenMask, vocab_slice: VocabSlice) -> TokenMask:
-    """The ids in this rank's slice, which are a range of each token's."""
+    """Returns the mask of the ids in this rank's slice, which are a contiguous range of each token's ids."""
     owner = vocab_slice.owner(mask.ids)
 
     def number_of(is_counted: Tensor) -> Tensor:
-        """(N,) how many ids of each token are among the chosen (M,) bool."""
+        """Returns how many ids of each token (N,) are counted; is_counted (M,) bool."""
         before = torch.nn.functional.pad(is_counted.cumsum(0), (1, 0))
         return before[mask.ends] - before[mask.firsts]
 
@@ -272,15 +285,18 @@ def of_slice(mask: TokenMask, vocab_slice: VocabSlice) -> TokenMask:
 
 
 def mark_by_slices(kept: Tensor, rows: Tensor, mask: TokenMask, token: Tensor, first_id: int) -> None:
-    """kept[here[i], j - first_id] = True for the ids j of token[i]. Reads two numbers per token: for a CPU, where it
-    takes a tenth of the time of indices (512 tokens of 16,384 ids: 0.09 s against 1.2 s)."""
+    """Sets kept[rows[i], j - first_id] = True for the ids j of token[i].
+
+    It reads two numbers per token, and is for a CPU, where it takes a tenth of the time of indices (512 tokens of
+    16,384 ids: 0.09 s against 1.2 s).
+    """
     ranges = zip(rows.tolist(), mask.firsts[token].tolist(), mask.counts[token].tolist(), strict=True)
     for row, first, count in ranges:
         kept[row].index_fill_(0, mask.ids[first : first + count].long() - first_id, True)
 
 
 def mark_by_indices(kept: Tensor, rows: Tensor, mask: TokenMask, token: Tensor, first_id: int) -> Tensor:
-    """The same without a read per token. (rows,) bool: an id of the token is not in the vocabulary."""
+    """Does the same without a read per token. Returns bool per row: an id of the token is not in the vocabulary."""
     masked_row, id_index = id_positions(mask.firsts[token], mask.counts[token].long())
     ids, vocab_size = mask.ids[id_index].long() - first_id, kept.shape[1]
     wrong = ((ids < 0) | (ids >= vocab_size)).to(torch.int32)

@@ -63,9 +63,12 @@ class TokenBatch:
     def add_mask(
         self, mask: TokenMask, scored: Tensor | None, active: Tensor | None, offsets: Tensor | None = None
     ) -> Selection | None:
-        """Restricts the tokens `scored` (N,) bool to their kept ids. Those with few get a pass of their own, whose
-        statistics are written here. Returns the others, None for all; with `offsets` (S + 1,) their numbers per
-        sequence. `active` (N,) bool: may have a gradient."""
+        """Restricts the tokens `scored` (N,) bool to their kept ids.
+
+        Tokens with few kept ids become a batch of their own, whose statistics are computed at once. Returns the
+        selection of the other tokens, None for all; with `offsets` (S + 1,) it has their numbers per sequence. active
+        (N,) bool: may have a gradient.
+        """
         head, dtype = self.head, self.stats.logp.dtype
         scored = torch.ones_like(self.ids, dtype=torch.bool) if scored is None else scored
         if not isinstance(head, LMHead):  # given logits are there already: nothing is saved by gathers
@@ -91,11 +94,11 @@ class TokenBatch:
     # --- chunks -------------------------------------------------------------------------------------------------------
 
     def chunks(self, index: Tensor | None, kind: type[Chunk]) -> list[Chunk]:
-        """These tokens (None: all)."""
+        """Returns the chunks of the tokens `index`; None: of all tokens."""
         return [kind(self, rows) for rows in self.head.chunks(index, holds_logits=kind.holds_logits)]
 
     def sequences(self, index: Tensor | None, lengths: list[int], kind: type[Chunk]) -> list[Chunk]:
-        """The tokens `index`, so many per sequence, in chunks of whole sequences."""
+        """Returns chunks of whole sequences, which have `lengths` tokens each among the tokens `index`."""
         head, chunks = self.head, []
         rows, max_rows = select_rows(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
         for start, stop, sequences in sequence_chunks(lengths, max_rows):
@@ -106,11 +109,11 @@ class TokenBatch:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether statistics and gradients need logits themselves, not what a fused product has of them."""
+        """Returns whether statistics and gradients need the logits themselves, so that no fused product can serve."""
         return not isinstance(self.head, LMHead) or self.mask is not None or self.teacher is not None
 
     def chunk_kind(self, has_entropy: bool) -> type[Chunk]:
-        """The kind of chunks for a gradient that is taken while the logits of a chunk are there."""
+        """Returns the class of chunks whose gradient is computed while their logits are in memory."""
         if has_entropy or self.reads_logits or self.pairs is not None or not self.head.takes_exponentials:
             return Chunk
         if "exponentials" in self.head.fused_products:
@@ -120,7 +123,7 @@ class TokenBatch:
         return Exponentials
 
     def normalise_teacher(self, index: Tensor | None) -> None:
-        """The log-sum-exps of a teacher of the policy's likeliest ids, of these tokens (None: of all)."""
+        """Computes the log-sum-exps of a teacher of the policy's likeliest ids, for these tokens (None: all)."""
         teacher = self.teacher
         if isinstance(teacher, PolicyTopK) and teacher.mass is not None:
             ids, transform = torch.zeros_like(self.sampled_ids), LogitTransform(*teacher.transform[2:])
@@ -128,7 +131,7 @@ class TokenBatch:
             teacher.head.free()
 
     def forward(self, index: Tensor | None, *, entropy: bool = True) -> None:
-        """Statistics of these tokens (None: of all), nothing else."""
+        """Computes the statistics of these tokens (None: all), and nothing else."""
         fused = self.backend.fused_logp
         if self.reads_logits or fused is None or "logp" not in self.head.fused_products:
             for chunk in self.chunks(index, Chunk):
@@ -138,7 +141,7 @@ class TokenBatch:
             self.store_statistics(rows, fused(self.head_chunk(rows), entropy=entropy))
 
     def backward(self, dlogp: Tensor, dentropy: Tensor, *, every_row: bool = False) -> None:
-        """Gradients of every token with a coefficient other than 0, from its logits computed again."""
+        """Adds the gradients of every token with a coefficient other than 0, from logits that are computed again."""
         index = None
         if not every_row:
             has_gradient = (dlogp != 0) | (dentropy != 0)
@@ -154,7 +157,8 @@ class TokenBatch:
         self.backward_kept(dlogp, dentropy)
 
     def backward_kept(self, dlogp: Tensor, dentropy: Tensor) -> None:
-        """Of the tokens that keep few ids, whose logits are all there: after all dense products."""
+        """Adds the gradients of tokens that keep few ids, whose logits are all in memory; call it after all dense
+        products."""
         if self.kept_batch is not None and self.kept_logits is not None:
             for chunk in self.kept_batch.chunks(None, Chunk):
                 chunk.recompute_logits()
@@ -162,7 +166,8 @@ class TokenBatch:
             self.kept_logits.add_dweight()
 
     def flush_sparse(self) -> None:
-        """After all dense chunks with a gradient: the pairs of sparse gradients, and tokens with too many of them."""
+        """Adds the sparse gradients that are left, and exact ones for tokens with too many pairs; call it after all
+        dense chunks."""
         if self.pairs is None:
             return
         if self.pairs.coefficients is not None:
@@ -192,7 +197,8 @@ class TokenBatch:
         return HeadChunk(head.hidden_rows(rows), head.weight, head.bias, ids, temperature, self.transform)
 
     def sampled_logps(self, chunk: LogitChunk) -> Tensor:
-        """(C,) float64, from logits and log-sum-exps: all that the backward of log-probabilities has."""
+        """Returns log-probabilities (C,) float64 of the sampled ids, from logits and log-sum-exps: the backward of
+        log-probabilities has nothing else."""
         rows = chunk.rows
         ids = rows.take(self.ids).clamp(min=0)[:, None]
         bias = None if chunk.bias is None else chunk.bias[ids].double()
@@ -202,8 +208,8 @@ class TokenBatch:
     def sampled_entries(
         self, rows: Rows, logp: Tensor, dlogp: Tensor, dentropy: Tensor | None = None
     ) -> SampledEntries:
-        """d loss / d logits of a chunk at the sampled ids, from their logp (C,), and d loss / d logp and d loss /
-        d entropy (N,)."""
+        """Returns d loss / d logits of a chunk at the sampled ids. logp (C,): theirs; dlogp, dentropy (N,): d loss / d
+        logp and d loss / d entropy."""
         ids, temperature, dlogp_rows = rows.take(self.ids), rows.take(self.temperature), rows.take(dlogp)
         lse, entropy = rows.take(self.stats.lse), rows.take(self.stats.entropy)
         dentropy_rows = torch.zeros_like(dlogp_rows) if dentropy is None else rows.take(dentropy)
@@ -221,7 +227,7 @@ class TokenBatch:
 
 
 class Chunk:
-    """Tokens whose logits are computed, or there already, and whose gradient takes the place of the logits."""
+    """Tokens whose logits are computed, or in memory already. Their gradient overwrites the logits."""
 
     holds_logits = True  # else what it holds has the type of gradients
 
@@ -295,7 +301,8 @@ class Chunk:
 
 
 class Exponentials(Chunk):
-    """Tokens whose logits are read once, as exponentials of them take their place: the loss gives the scale."""
+    """Tokens whose logits are read once and overwritten by exponentials of them. The loss decides the scale of these
+    later."""
 
     def forward(self) -> None:
         batch, head = self.batch, self.batch.head
@@ -314,7 +321,7 @@ class Exponentials(Chunk):
 
 
 class FusedExponentials(Exponentials):
-    """Tokens whose exponentials come from the epilogue of the product: there are no logits."""
+    """Tokens whose product stores exponentials in place of logits."""
 
     holds_logits = False
 
@@ -327,7 +334,8 @@ class FusedExponentials(Exponentials):
 
 
 def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, slice]]:
-    """Runs of whole sequences of at most `most` tokens together: (first token, end of the last, the sequences)."""
+    """Yields runs of whole sequences with at most `most` tokens together: (first token, end of the last, the
+    sequences)."""
     first = start = stop = 0
     for i, length in enumerate(lengths):
         if stop - start + length > most and stop > start:
@@ -341,7 +349,7 @@ def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, s
 def run(
     batch: TokenBatch, loss: Loss, selection: Selection, *, gradients: bool, has_entropy: bool, every_row: bool
 ) -> None:
-    """Makes the statistics of a batch known and, with `gradients`, leaves the gradients of the loss in the head.
+    """Computes the statistics of a batch and, with `gradients`, adds the gradients of the loss to those of the head.
 
     has_entropy: a gradient goes through the entropy. every_row: no shape depends on the data.
     """
