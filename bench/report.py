@@ -38,8 +38,8 @@ EXCEPTIONS = (
 )  # fmt: skip
 H100, LAB = "gpu/h100-targets.json", "gpu/h100-lab.json"  # written by gpu.py; by a script for this one machine
 FILES = (
-    "cpu.json", "cpu-masks.json", "cpu-sweeps.json", "cpu-host.json", "distillation/cpu.json", "gpu-h200.json",
-    H100, LAB,
+    "cpu.json", "cpu-masks.json", "cpu-sweeps.json", "cpu-host.json", "distillation/cpu.json", "steps/top-k.json",
+    "gpu-h200.json", H100, LAB,
 )  # fmt: skip
 ERRORS = ("cpu-precision.json", "dweight/cpu.json", "sparse/cpu.json")
 PLACES = {"CPU": ("cpu.json", "cpu-sweeps.json"), "H200": ("gpu-h200.json",), "H100": (H100, LAB)}

@@ -45,7 +45,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(loss_op, "uses_custom_op", lambda hidden, *given: False)
     monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
     monkeypatch.setitem(kept.WIDTHS, "cpu", kept.WIDTHS["cuda"])
-    kept._kinds.cache_clear()
+    kept._widths.cache_clear()
     read, launches = torch.Tensor.tolist, LaunchRecorder()
 
     def tolist(self):
@@ -54,7 +54,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
     yield launches
-    kept._kinds.cache_clear()
+    kept._widths.cache_clear()
 
 
 def step(launches, batch, preset, backend="cpu", **options):
