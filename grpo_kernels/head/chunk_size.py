@@ -1,4 +1,5 @@
-"""What a head allocates: which rows, how many of logits at a time, in which type, and the memory that chunks share."""
+"""What a head allocates: which rows it visits, how many rows of logits at a time, in which type, and the memory that
+chunks share."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ _GPU_TILES = 16, 32  # of TILE_ROWS: 2,048 rows take as long per row as all of a
 
 
 def select_rows(index: Tensor | None, num_tokens: int) -> Rows:
-    """The tokens of `index`, or all."""
+    """Returns the tokens of `index`; None: all."""
     if index is None or index.numel() == num_tokens:
         return Rows(0, num_tokens)
     return Rows(0, index.numel(), index)
 
 
 class Selection(NamedTuple):
-    """Which tokens a call computes, as indices; None: all of them, or in `scored_only` none."""
+    """The tokens that a call computes, as indices; None: all of them, or in `scored_only` none."""
 
     has_gradient: Tensor | None  # may have one
     scored_only: Tensor | None  # the others that are scored
@@ -42,7 +43,7 @@ class Selection(NamedTuple):
 
     @classmethod
     def from_order(cls, order: Tensor, active: int, others: int, lengths: list[int] | None) -> Selection:
-        """order (N,): so many active tokens, so many others, then those that are not scored."""
+        """Returns the selection of tokens in this order (N,): those `active`, `others` that are scored, the rest."""
         total = order.numel()
         first = None if active == total else order[:active]
         both = None if active + others == total else order[: active + others]
@@ -52,9 +53,11 @@ class Selection(NamedTuple):
 def select_tokens(
     scored: Tensor | None, active: Tensor | None, sequences: Sequences | None, *, every_row: bool
 ) -> Selection:
-    """Sorts tokens by one read of their numbers on the host, or without one where every row is computed.
+    """Sorts tokens by one read of their numbers on the host, or without a read where every row is computed.
 
-    scored, active (N,) bool, None: all; sequences: where the loss needs whole ones."""
+    scored, active: (N,) bool; None: all.
+    sequences: where the loss needs whole ones.
+    """
     if every_row or active is None:
         lengths = None
         if sequences is not None and sequences.row_length is not None:  # of packed ones the host does not know lengths
@@ -80,12 +83,12 @@ def select_tokens(
 
 
 def reads_block_host(device: torch.device) -> bool:
-    """Whether the host waits for this device each time that it reads a number."""
+    """Returns whether a read of a number makes the host wait for this device."""
     return device.type != "cpu"
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """How many a GPU has; 0 where that is not known."""
+    """Returns the number of multiprocessors of a GPU; 0 where it is not known."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -102,13 +105,14 @@ def rows_of_chunk(
     rounds: bool,
     multiprocessors: int = 0,
 ) -> int:
-    """Rows of logits at a time, for N tokens and H = width.
+    """Returns the number of rows of logits at a time, for N tokens and H = width.
 
-    row_bytes: of a row of logits, or of what a chunk holds in their place. rounds: the shares of chunks are added to a
-    16-bit dweight, whose error grows with their number.
+    row_bytes: of a row of logits, or of what a chunk holds in their place.
+    rounds: the contributions of chunks are added to a 16-bit dweight, whose error grows with their number.
 
-    GPU: 2,048 to 4,096 rows, more of long batches that round. Of these numbers the one whose tiles of dlogits W (P, H)
-    take the fewest waves over the multiprocessors for the whole batch, and of equal ones the smallest.
+    GPU: 2,048 to 4,096 rows, more for long batches whose dweight rounds. Among these numbers it takes the one whose
+    tiles of dlogits W (P, H) need the fewest waves over the multiprocessors for the whole batch, and of equal ones the
+    smallest.
 
     CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth fewer bytes.
     """
@@ -133,12 +137,14 @@ def rows_of_chunk(
 
 
 def rows_of_sequences(row_bytes: int, device: torch.device) -> int:
-    """Rows of a chunk of whole sequences at most: a longer sequence has its logits computed a second time."""
+    """Returns the most rows of a chunk of whole sequences. The logits of a longer sequence are computed a second
+    time."""
     return max((_CPU_BYTES if device.type == "cpu" else _GPU_SEQUENCE_BYTES) // row_bytes, 16)
 
 
 def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """float32 wherever the matrix product can return it; on a CPU that has products of bfloat16 it is a choice."""
+    """Returns float32 wherever the matrix product can return it. On a CPU with products of bfloat16 float32 is an
+    option."""
     if device.type == "cpu" and cpu_multiplies(dtype):
         return dtype
     return torch.float32 if dtype.itemsize == 2 else dtype
@@ -162,8 +168,8 @@ class ChunkTypes(NamedTuple):
     def of(
         cls, dtype: torch.dtype, device: torch.device, logits_dtype: torch.dtype | None, *, may_have_exponentials: bool
     ) -> ChunkTypes:
-        """may_have_exponentials: chunks may be exponentials, which are bfloat16, on the CPU of Triton's interpreter
-        too."""
+        """Returns the types. may_have_exponentials: chunks may be exponentials, which are bfloat16, also on the CPU of
+        Triton's interpreter."""
         logits = logits_dtype or default_logits_dtype(dtype, device)
         converts = logits != dtype and not returns_float32(device, dtype)
         has_exponentials = may_have_exponentials and dtype == torch.bfloat16 and logits == torch.float32
@@ -177,8 +183,9 @@ class ChunkTypes(NamedTuple):
 class Scratch:
     """Buffers of logits and their gradients; each grows to the largest chunk so far.
 
-    What a method returns is valid until its next call. `rows`: of the usual chunk, allocated at least.
-    `teacher_dtype`: of the logits of a teacher, which come with those of a chunk.
+    What a method returns is valid until its next call.
+    rows: of the usual chunk, the least that is allocated.
+    teacher_dtype: of the teacher's logits, which are computed with those of a chunk.
     """
 
     def __init__(
@@ -197,37 +204,40 @@ class Scratch:
         self._gradients: Tensor | None = None
 
     def logits(self, count: int) -> Tensor:
-        """(count, V) of a chunk."""
+        """Returns memory for the logits of a chunk, (count, V)."""
         if not self._logits or self._logits[0].shape[0] < count:
             self._logits = []  # freed before the next one is made
             self._logits = allocate_rows(max(count, self.rows), self.vocab_size, self.logits_dtypes, self.device)
         return self._logits[0] if self._logits[0].shape[0] == count else self._logits[0][:count]
 
     def teacher_logits(self, count: int) -> Tensor:
-        """(count, V) for the rows of the last `logits`."""
+        """Returns memory for the teacher's logits of the same rows, (count, V), after `logits`."""
         return self._logits[1][:count]
 
     def gradients(self, count: int) -> Tensor:
-        """(count, V) of a chunk, where they do not lie over the logits."""
+        """Returns memory for the gradients of a chunk, (count, V), where they do not overwrite the logits."""
         if self._gradients is None or self._gradients.shape[0] < count:
             self._gradients = None
             (self._gradients,) = allocate_rows(max(count, self.rows), self.vocab_size, (self.grad_dtype,), self.device)
         return self._gradients[:count]
 
     def gradient_view(self, logits: Tensor) -> Tensor:
-        """(count, V) gradients over these logits: of a narrower type, over the front half of each row."""
+        """Returns the memory of these logits as gradients (count, V); a narrower type takes the front half of each
+        row."""
         return logits if self.grad_dtype == logits.dtype else logits.view(self.grad_dtype)[:, : self.vocab_size]
 
     def free(self) -> None:
-        """Let go of everything; logits on a CPU stay for the next call."""
+        """Frees all buffers; on a CPU the logits are kept for the next call."""
         if self._logits and self.device.type == "cpu":
             _last_on_cpu[:] = [self._logits[0].untyped_storage()]  # in place of what another thread has put there
         self._logits, self._gradients = [], None
 
 
 def allocate_rows(rows: int, vocab_size: int, dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:
-    """A scratch (rows, V) in each type, of logits or their gradients; on a CPU in one block. Out of memory, the error
-    names the setting that helps."""
+    """Returns a scratch (rows, V) in each type, of logits or their gradients; on a CPU in one block.
+
+    Where memory does not suffice, the error names the setting that helps.
+    """
     row_stride = chunk_row_stride(vocab_size, device)
     offsets, size = [], 0
     for dtype in dtypes:
@@ -257,7 +267,8 @@ _last_on_cpu: list[torch.UntypedStorage] = []
 
 
 def _cpu_block(size: int) -> torch.UntypedStorage:
-    """At least `size` bytes: those of the last call where they suffice, which no other thread gets then."""
+    """Returns a block of at least `size` bytes: that of the last call if it suffices, which no other thread gets
+    then."""
     with suppress(IndexError):
         block = _last_on_cpu.pop()
         if block.nbytes() >= size:

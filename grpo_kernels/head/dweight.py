@@ -12,9 +12,15 @@ from .products import PIECE_ROWS, add_product, product
 
 
 class WeightGradient:
-    """`total`: the sum, None before the first chunk. `held_dtype`: its type; each chunk rounds a 16-bit one once
-    more. rounds_once: the products of chunks are float32 too, which a CPU has of float32 inputs alone: those of
-    bfloat16 take less time, and round what they return."""
+    """The sum of dweight over chunks.
+
+    held_dtype: the type of the sum; each chunk rounds a 16-bit one once more.
+    rounds_once: the products of chunks are float32 too. A CPU returns float32 for float32 inputs alone, so they are
+        converted; its products of bfloat16 take less time, and round their result.
+
+    Attributes:
+        total: the sum, None before the first chunk.
+    """
 
     def __init__(
         self, weight: Tensor, grad_dtype: torch.dtype, held_dtype: torch.dtype, backend: Backend, *, rounds_once: bool
@@ -24,7 +30,7 @@ class WeightGradient:
         self.sums_in_float32 = grad_dtype.itemsize == 2 and held_dtype == torch.float32
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
-        """Add the product of a chunk: dlogits (P, V), h (P, H)."""
+        """Adds the product of a chunk: dlogits (P, V), h (P, H)."""
         h = h.to(dlogits.dtype)
         if not self.sums_in_float32:
             self.total = torch.mm(dlogits.T, h) if self.total is None else self.total.addmm_(dlogits.T, h)
@@ -40,12 +46,12 @@ class WeightGradient:
             add_product(self.total, dlogits.T, h)
 
     def add_kept(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs) -> None:
-        """Add the tokens with few kept ids: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
+        """Adds the tokens with few kept ids: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
         first, total = self._total_to_write()
         self.backend.kept_dweight(dlogits, hidden, pairs, total, add=not first)
 
     def _total_to_write(self) -> tuple[bool, Tensor]:
-        """(whether nothing was added yet, the sum, which holds anything then)."""
+        """Returns (whether nothing was added yet, the sum); before the first chunk the sum is uninitialised memory."""
         first = self.total is None
         if self.total is None:
             dtype = self.weight.dtype if self.held_dtype.itemsize == 2 else self.held_dtype
@@ -54,6 +60,6 @@ class WeightGradient:
 
 
 def pieces(weight: Tensor, rows: int) -> Iterator[slice]:
-    """The rows of a weight (V, H), so many at a time."""
+    """Yields the rows of a weight (V, H) as slices of at most `rows`."""
     for start in range(0, weight.shape[0], rows):
         yield slice(start, min(start + rows, weight.shape[0]))

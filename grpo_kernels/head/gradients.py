@@ -1,7 +1,7 @@
-"""Gradients that the forward pass has finished: how they wait for the backward, and how it hands them out.
+"""Gradients that the forward pass has finished: how they wait for the backward, and how the backward returns them.
 
-The loss scale of float16 training (65,536 and more) arrives with the backward. Gradients rounded to float16 before
-that would lose what the scale is there to save, so they wait in float32 and are rounded once, after the product with
+The loss scale of float16 training (65,536 and more) arrives with the backward. Gradients rounded to float16 before that
+would lose what the scale is there to save. So they wait in float32, and are rounded once, after the product with
 grad_output. No factor is ever rounded to 16 bits.
 """
 
@@ -23,12 +23,13 @@ PIECE_ELEMENTS = 2**22  # converted at a time, so that no second whole matrix of
 
 @dataclass
 class PrecomputedGradients:
-    """What a forward pass leaves for its backward.
+    """The gradients that a forward pass leaves for its backward.
 
-    It is kept on the autograd node, not by save_for_backward: hooks on saved tensors (save_on_cpu) would move a (V, H)
-    gradient to the host and back, and checkpointing would compute it a second time only to save it.
+    They are kept on the autograd node, not by save_for_backward: hooks on saved tensors (save_on_cpu) would move a (V,
+        H) gradient to the host and back, and checkpointing would compute it a second time only to save it.
 
-    tensors: one per input, in `held_dtype` of its type, or None where not wanted. dtypes: of the inputs.
+    tensors: one per input, in `held_dtype` of its type, or None where not wanted.
+    dtypes: of the inputs.
     scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
     accumulate_into: the caller's float32 buffer that the weight's gradient, tensors[1], is added to, if any.
     """
@@ -40,7 +41,7 @@ class PrecomputedGradients:
     accumulate_into: Tensor | None = None
 
     def without_scales(self) -> list[Tensor | None]:
-        """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
+        """Returns the gradients in the types of the inputs, for fused_logps, whose grad_output they include already."""
         gradients: list[Tensor | None] = []
         for x, scale, dtype in zip(self.tensors, self.scales, self.dtypes, strict=True):
             gradients.append(None if x is None else x.to(dtype) if scale is None else scaled_copy(x, 1 / scale, dtype))
@@ -48,14 +49,16 @@ class PrecomputedGradients:
 
 
 def held_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which the gradient of an input of `dtype` is kept from the forward to the backward."""
+    """Returns the type in which the gradient of an input of `dtype` waits for the backward."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
-    """() float32: the power of two that brings `largest` (), >= 0, into [2^(TARGET_EXPONENT - 1), 2^TARGET_EXPONENT).
+    """Returns the power of two, () float32, that brings `largest` () >= 0 into [2^(TARGET_EXPONENT - 1),
+    2^TARGET_EXPONENT).
 
-    2^100 where `largest` is 0, which any other scale undercuts; 1 where it is infinite or NaN, as the gradient is then.
+    It is 2^100 where `largest` is 0, more than any other scale; and 1 where `largest` is infinite or NaN, as the
+    gradient is then.
     """
     exponent = torch.frexp(largest.float()).exponent.clamp(-100, 100)
     exponent = torch.where(largest == 0, TARGET_EXPONENT - 100, exponent)
@@ -64,7 +67,8 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
 
 
 def scaled_copy(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * factor () as a tensor of `dtype`, rounded once: torch would round the factor to a 16-bit type of x."""
+    """Returns x * factor () in `dtype`, rounded once: torch itself would first round the factor to a 16-bit type of
+    x."""
     fp32 = torch.promote_types(x.dtype, torch.float32)
     if dtype == fp32 or type(x) is not Tensor:  # a tracer, whose tensors are subclasses, plans memory by itself
         return (x.to(fp32) * factor).to(dtype)
@@ -74,13 +78,13 @@ def scaled_copy(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write_product(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """out = x * factor in float32 or better; `out` may be x."""
+    """Writes x * factor to `out`, computed in float32 or better; `out` may be x."""
     for source, target in zip(_pieces(x), _pieces(out), strict=True):
         target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
 
 
 def _pieces(x: Tensor) -> Iterator[Tensor]:
-    """Views of a few rows each, whatever the strides of x."""
+    """Yields views of a few rows each, whatever the strides of x."""
     matrices = x.unbind() if x.dim() == 3 else (x,)
     for matrix in matrices:
         yield from matrix.split(max(1, PIECE_ELEMENTS * matrix.shape[0] // max(1, matrix.numel())))
@@ -89,7 +93,8 @@ def _pieces(x: Tensor) -> Iterator[Tensor]:
 class _Precomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, compute, others, *inputs):
-        """The others get what comes with the loss and has no gradient: autograd has nothing to do with it."""
+        """Returns the loss, and adds to `others` the results that have no gradient, so that autograd does not see
+        these."""
         results, ctx.gradients = compute(*inputs)
         ctx.name = name
         others.extend(results[1:])
@@ -99,9 +104,9 @@ class _Precomputed(torch.autograd.Function):
     def backward(ctx, g_loss):
         """Returns the gradients times grad_output, in the types of the inputs.
 
-        In place, a copy of a (V, H) gradient would double its memory; but not where the graph is kept for another
-        backward (retain_graph), nor under a tracer. A factor of 1 costs nothing: a CPU looks at it here, the kernels of
-        a GPU, which the host must not wait for, do so themselves.
+        It works in place: a copy of a (V, H) gradient would double its memory. It copies where the graph is kept for
+            another backward (retain_graph), and under a tracer. A factor of 1 costs nothing: on a CPU it is read before
+            the product; on a GPU, where the host must not wait, the kernel reads it.
         """
         refuse_double_backward(ctx.name)
         gradients: PrecomputedGradients | None = ctx.gradients
@@ -135,7 +140,7 @@ class _Precomputed(torch.autograd.Function):
 def compute_in_forward(
     name: str, compute: Callable[..., tuple[tuple[Tensor, ...], PrecomputedGradients]], *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The results of `compute`, called under no_grad; the first, a loss, is differentiable in the inputs.
+    """Returns the results of `compute`, called under no_grad; the first, a loss, is differentiable in the inputs.
 
     name: of the public function, for errors.
     """
@@ -145,6 +150,7 @@ def compute_in_forward(
 
 
 def refuse_double_backward(name: str) -> None:
+    """Raises RuntimeError where the backward runs with create_graph=True. name: of the public function."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"grpo_kernels.{name} has no second derivative: backward ran with create_graph=True (double backward); "

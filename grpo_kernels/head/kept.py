@@ -3,15 +3,14 @@
 A token that keeps K ids needs K logits, h . W_j for its kept ids j, and nothing else of the vocabulary: its
 log-probability, entropy and gradients are those of a row of K logits.
 
-    gather  products over the kept ids (the backends' kept_* operations): O(K H) per token. Tokens with similar numbers
-    of
-            ids share a matrix; entries that a token does not use hold the logit -inf.
+    gather  products over the kept ids (the backends' kept_* operations): O(K H) per token. Tokens with similar counts
+            share a matrix; entries that a token does not use hold the logit -inf.
     dense   the products over the whole vocabulary; logits of other ids become -inf before the row kernel reads them.
 
 DENSE_LOGITS_PER_KEPT_ID decides between them: it is the number of dense logits that take as long as one gathered id,
-    forward and backward. Measured on a CPU (SmolLM2-135M's head, 2,048 tokens, float32 and bfloat16, 8 to 512 kept ids:
-    26 to 36); predicted for GPUs: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4 ps per hidden dimension at 4.3
-    TB/s; a dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
+forward and backward. Measured on a CPU (SmolLM2-135M's head, 2,048 tokens, float32 and bfloat16, 8 to 512 kept ids: 26
+to 36); predicted for GPUs: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4 ps per hidden dimension at 4.3 TB/s; a
+dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
 
 The host reads once per call which token takes which path, and how many tokens each path has (`split`).
 

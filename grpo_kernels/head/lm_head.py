@@ -1,15 +1,15 @@
-"""The three matrix products of the lm_head, chunk by chunk, in the vendor's GEMM.
+"""The three matrix products of the lm_head, chunk by chunk, by the vendor's library.
 
     logits  = h W^T (+ b)        (C, V) into one scratch that every chunk reuses
     dhidden = dlogits W          (C, H) per chunk
     dweight += dlogits^T h       (V, H)
 
-The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient
-over the front half of each float32 row (row stride 2V), so that there is no second buffer.
+The gradient of the logits overwrites them in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient over
+the front half of each float32 row (row stride 2V), so that there is no second buffer.
 
-Of a row of 16-bit dlogits the entry of the sampled id is as large as all others together, and so is the error of its
-rounding. That one is made good in O(H) per token: dhidden gets what the rounding took, times the id's row of W, and
-dweight gets the exact entries after the last chunk, with one rounding of their sum instead of one per chunk.
+In a row of 16-bit dlogits the entry of the sampled id is as large as all others together, and so is the error of its
+rounding. This error is corrected in O(H) per token: dhidden gets what the rounding took, times the id's row of W;
+dweight gets the exact entries after the last chunk, so that their sum is rounded once, not once per chunk.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ class SampledEntries(NamedTuple):
 
     @property
     def columns(self) -> Tensor:
-        """(C, 1), 0 where there is none."""
+        """Returns the columns (C, 1), 0 where this rank has none."""
         return self.ids.clamp(min=0)[:, None]
 
     def rounding_errors(self, dlogits: Tensor, scale: Tensor | None = None) -> Tensor:
-        """(C, 1) float32: what rounding took at the sampled ids of dlogits (C, V), or of these times `scale` (C,)."""
+        """Returns what rounding took from the sampled entries of dlogits (C, V), or of dlogits times `scale` (C,): (C,
+        1) float32."""
         rounded = dlogits.gather(1, self.columns).float()
         if scale is not None:
             rounded *= scale[:, None]
         return torch.where(self.ids[:, None] >= 0, self.values[:, None] - rounded, 0.0)
 
     def as_rounded(self, dlogits: Tensor) -> SampledEntries:
-        """These of dlogits (C, V), to which something was added."""
+        """Returns the entries as they are in dlogits (C, V), to which something was added."""
         return self._replace(values=dlogits.gather(1, self.columns)[:, 0].float())
 
     def take_out(self, dlogits: Tensor) -> None:
-        """Put 0 in their place."""
+        """Sets these entries of dlogits (C, V) to 0."""
         rows, columns = torch.arange(len(dlogits), device=dlogits.device), self.ids.clamp(min=0)
         # scatter_ would copy all of dlogits, whose rows have gaps.
         dlogits[rows, columns] = dlogits[rows, columns].masked_fill(self.ids >= 0, 0.0)
@@ -151,17 +152,17 @@ class LMHead:
 
     @cached_property
     def hidden_matrix(self) -> Tensor:
-        """(N, H); a copy where there is no such view."""
+        """Returns the hidden states (N, H); a copy where no view has this shape."""
         return self.hidden.reshape(-1, self.hidden.shape[-1])
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Where the logits of the sampled ids (N,) are in their rows; -1 where another rank has them."""
+        """Returns the columns of the sampled ids (N,) in this rank's logits; -1 where another rank has them."""
         return ids if self.vocab_slice is None else self.vocab_slice.local_ids(ids)
 
     # --- chunks and their buffers ---------------------------------------------------------------------------------
 
     def rows_of(self, row_bytes: int) -> int:
-        """Rows of a chunk that holds so many bytes of each."""
+        """Returns the number of rows of a chunk that holds `row_bytes` of each."""
         if self._chunk_rows is not None:
             return self._chunk_rows
         device = self.hidden.device
@@ -172,7 +173,7 @@ class LMHead:
         )  # fmt: skip
 
     def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> list[Rows]:
-        """These tokens (None: all) in chunks of logits, or else of what has the type of gradients."""
+        """Returns the tokens `index` (None: all) in chunks of logits, or else of what has the type of gradients."""
         rows = select_rows(index, self.num_tokens)
         max_rows = self.rows if holds_logits else self.rows_of(self._vocab_rows * self.grad_dtype.itemsize)
         return rows.split(self._length(rows.count, max_rows))
@@ -182,25 +183,25 @@ class LMHead:
         self.scratch.rows = max([self.scratch.rows, *counts])
 
     def _length(self, count: int, max_rows: int) -> int:
-        """Rows of the parts that `count` are cut into: on a CPU nearly equal ones; a GPU computes tiles of many rows,
-        so that only the last part may have one that is not full."""
+        """Returns the rows of the parts that `count` rows are cut into. On a CPU they are nearly equal. A GPU computes
+        tiles of many rows, so that only the last part may have a tile that is not full."""
         if count <= max_rows or self.hidden.device.type != "cpu":
             return max(1, min(count, max_rows))
         return -(-count // -(-count // max_rows))
 
     def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:
-        """Where the row kernel writes d loss / d logits of a chunk: over its logits, or beside them."""
+        """Returns the memory for d loss / d logits of a chunk: that of its logits, or a second buffer."""
         return self.scratch.gradient_view(logits) if self.types.in_place else self.scratch.gradients(rows.count)
 
     def free(self) -> None:
-        """Let go of all scratch memory."""
+        """Frees all scratch memory."""
         self.scratch.free()
         self._gathered = None
 
     # --- hidden states and logits -----------------------------------------------------------------------------------
 
     def hidden_rows(self, rows: Rows) -> Tensor:
-        """(C, H) of a chunk."""
+        """Returns the hidden states of a chunk, (C, H)."""
         if self._gathered is None or self._gathered[0] is not rows:
             if self.flat_hidden is not None:
                 h = rows.take(self.flat_hidden)
@@ -214,7 +215,7 @@ class LMHead:
         return self._gathered[1]
 
     def logits(self, rows: Rows, out: Tensor | None = None) -> Tensor:
-        """(C, V) logits of a chunk, in `out` or in the scratch until the next call."""
+        """Returns the logits of a chunk, (C, V), in `out`, or in the scratch until the next call."""
         h = self.hidden_rows(rows)
         if out is None:
             out = self.scratch.logits(rows.count)
@@ -231,8 +232,11 @@ class LMHead:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def scale_gradients(self, largest: Tensor) -> Tensor:
-        """() the scale of the next chunk of dlogits, whose largest entry would be `largest`, and of all sums from then
-        on. It only ever falls, so that a chunk with small gradients costs no pass over dweight."""
+        """Returns the scale () of the next chunk of dlogits, whose largest entry would be `largest`, and of all sums
+        from then on.
+
+        It never grows, so that a chunk with small gradients costs no pass over dweight.
+        """
         scale = power_of_two_scale(largest)
         if self.gradient_scale is not None:
             scale = torch.minimum(scale, self.gradient_scale)
@@ -243,7 +247,8 @@ class LMHead:
         return scale
 
     def accumulate(self, rows: Rows, dlogits: Tensor, sampled: SampledEntries | None = None) -> None:
-        """Add a chunk's share of dhidden, dweight and dbias. dlogits (C, V), of which `sampled` entries go."""
+        """Adds a chunk's contributions to dhidden, dweight and dbias. dlogits (C, V); its `sampled` entries are set to
+        0."""
         if self.wants[0]:
             missing = None
             if sampled is not None:
@@ -256,7 +261,7 @@ class LMHead:
             self.dweight.add(dlogits, self.hidden_rows(rows))
 
     def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor, sampled: SampledEntries) -> None:
-        """`accumulate` of dlogits = scale[:, None] * exponentials, scale (P,) float32, which is never formed."""
+        """Does the same for dlogits = scale[:, None] * exponentials, scale (P,) float32, which is never formed."""
         if self.wants[0]:
             missing = sampled.rounding_errors(exponentials, scale)
             values = product(exponentials, self.weight).mul_(scale[:, None])
@@ -269,7 +274,7 @@ class LMHead:
             self.add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
 
     def _keep_sampled(self, rows: Rows, dlogits: Tensor, sampled: SampledEntries | None) -> None:
-        """Take the sampled entries out of a chunk, for the sum over all of them."""
+        """Moves the sampled entries out of a chunk, to be added after the last one."""
         if sampled is None or not (self.wants[1] or self.wants[2]):
             return
         sampled.take_out(dlogits)
@@ -283,8 +288,8 @@ class LMHead:
             self.add_pairs(values, KeptPairs(ids.to(torch.int32), tokens.to(torch.int32)))
 
     def add_pairs(self, dlogits: Tensor, pairs: KeptPairs) -> None:
-        """The shares of pairs of a token and an id in dweight and dbias. dlogits (M,). With float16, after all dense
-        products."""
+        """Adds the contributions of pairs of a token and an id, dlogits (M,), to dweight and dbias. With float16, call
+        it after all dense products."""
         scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
         if self.wants[1]:
             hidden = self.hidden_matrix
@@ -296,7 +301,7 @@ class LMHead:
             self.add_dbias(torch.segment_reduce(scaled[order], "sum", offsets=starts, unsafe=True))
 
     def gradients(self) -> PrecomputedGradients:
-        """Return those of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
+        """Returns the gradients of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
         self.free()
         self._add_sampled()  # without the scratch: views of hidden states that are not contiguous are copied for it
         if self.vocab_slice is not None and self.dhidden is not None:
@@ -331,7 +336,8 @@ class LMHead:
             rows.put(self.dhidden_to_write(every_row=rows.index is None), values)
 
     def dhidden_to_write(self, *, every_row: bool) -> Tensor:
-        """dhidden (N, H), 0 in rows that nobody has written; or anything there, if every row will be."""
+        """Returns dhidden (N, H). Rows that nobody has written are 0, or with `every_row`, where all will be written,
+        not initialised."""
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             allocate = torch.empty if every_row else torch.zeros
@@ -339,8 +345,8 @@ class LMHead:
         return self.dhidden
 
     def _times_weight(self, dlogits: Tensor, missing: Tensor | None = None) -> Tensor:
-        """dlogits W + missing (C, H), in float32 where dhidden is, or where rounding parts of the sum to 16 bits would
-        show."""
+        """Returns dlogits W + missing (C, H), in float32 where dhidden is, or where the library would round parts of
+        the sum to 16 bits."""
         weight, dtype = self.weight, self.weight.dtype
         if dlogits.dtype != dtype:
             total = missing
@@ -358,7 +364,7 @@ class LMHead:
 
 
 class HeldLogits:
-    """Logits in memory of their own, behind the interface of `LMHead`: their gradient overwrites them."""
+    """Logits in memory that is not the scratch, with the interface of `LMHead`. Their gradient overwrites them."""
 
     backend: Backend
     num_tokens: int
@@ -370,14 +376,14 @@ class HeldLogits:
     vocab_slice: VocabSlice | None = None
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """The logits are there."""
+        """Does nothing: the logits are in memory already."""
 
     def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:
         return logits
 
 
 class GivenLogits(HeldLogits):
-    """Logits (N, V) of the caller; their gradient may hold the factor `gradient_scale`."""
+    """The caller's logits (N, V); their gradient may hold the factor `gradient_scale`."""
 
     gradient_scale: Tensor | None = None
 
@@ -390,7 +396,7 @@ class GivenLogits(HeldLogits):
         return ids
 
     def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> list[Rows]:
-        """All rows: none is left out, `index` is None."""
+        """Returns all rows as one chunk; `index` is None."""
         assert index is None
         return [Rows(0, self.num_tokens)] if self.num_tokens else []
 
@@ -398,9 +404,9 @@ class GivenLogits(HeldLogits):
         return rows.take(self.buffer)
 
     def scale_gradients(self, largest: Tensor) -> Tensor:
-        """() the scale of the gradients of all logits, which are one chunk."""
+        """Returns the scale () of the gradients of all logits, which are one chunk."""
         self.gradient_scale = power_of_two_scale(largest)
         return self.gradient_scale
 
     def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
-        """The gradient is where it belongs already."""
+        """Does nothing: the gradient has overwritten the logits."""

@@ -74,7 +74,7 @@ class LogpsCall(NamedTuple):
 
     @property
     def description(self) -> tuple[object, ...]:
-        """What ranks that share this call must have in common, besides hidden, weight and bias."""
+        """Returns what ranks that share this call must have in common, besides hidden, weight and bias."""
         tokens, teacher = signature(*self.tokens), (teacher_signature(self.teacher), self.divergence.key)
         types = self.compute_dtype, self.logits_dtype
         return tokens, self.numbers, self.want_entropy, self.backend, *types, self.top_k, teacher
@@ -83,10 +83,11 @@ class LogpsCall(NamedTuple):
 def logps_from_hidden(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """(logps of the shape of completion_ids; entropy, divergence to the teacher, per token), 0 at masked positions; the
-    ids of these logps where `call.top_k` were to be found, -1 there.
+    """Returns (logps, entropy, divergence to the teacher, ids).
 
-    Differentiable, but for ids. The entropy means nothing, or is None, where the call does not want it; the divergence
+    logps have the shape of completion_ids; entropy and divergence are per token; all are 0 at masked positions. ids:
+    those of the logps where the call searches for the likeliest ones (`call.top_k`), -1 at masked positions.
+    All but ids are differentiable. The entropy is not defined, or None, where the call does not want it; the divergence
     is None without a teacher.
     """
     refuse_when_traced(hidden, "vocab_parallel_group", call.vocab_slice)
@@ -108,7 +109,7 @@ AnyTeacher = Union[TeacherHead, TopKHead, TopKLogps, None]
 
 
 class LogpsPass(NamedTuple):
-    """A pass for log-probabilities alone; its tokens."""
+    """A pass for log-probabilities alone, and its tokens."""
 
     head: LMHead
     tokens: TokenBatch
@@ -161,7 +162,7 @@ def begin_logps(
 
 
 def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = None) -> None:
-    """What the data of its tokens must be."""
+    """Raises where the data of the call's tokens is not valid."""
     ids, mask, temperature, *_ = call.tokens
     if call.top_k:
         check_top_k("k", call.top_k, vocab_size)
@@ -177,7 +178,7 @@ def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = 
 
 
 def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
-    """x (N,) or (N, K) with `fill` at padding, whatever that holds; stored contiguously."""
+    """Returns x (N,) or (N, K) with `fill` at padding, whatever padding holds; contiguous."""
     return (
         materialized(x)[0].contiguous() if mask is None else torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, fill)
     )
@@ -185,7 +186,7 @@ def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
 
 @hide_from_dispatch_modes
 def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
-    """(statistics, 0 at masked positions, and the teacher with its divergence). To be called under no_grad."""
+    """Returns (statistics, 0 at masked positions; the teacher with its divergence). To be called under no_grad."""
     hidden, count = inputs[0], inputs[0].numel() // inputs[0].shape[-1]
     dtype = statistics_dtype(call.compute_dtype or hidden.dtype)
     with pinned_matmul_precision(hidden.device):
@@ -208,7 +209,7 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
 
 
 def _k_logps(inputs: Inputs, call: LogpsCall, stats: Statistics) -> Optional[TopKLogps]:
-    """What belongs to K ids of each token, where the call is of these."""
+    """Returns what computes K log-probabilities of each token, where the call wants these; else None."""
     ids, has_k_ids = call.tokens.completion_ids, inputs[0].dim() == call.tokens.completion_ids.dim()
     if not has_k_ids and not call.top_k:
         return None
@@ -217,14 +218,15 @@ def _k_logps(inputs: Inputs, call: LogpsCall, stats: Statistics) -> Optional[Top
 
 
 def _shaped(x: Tensor, hidden: Tensor) -> Tensor:
-    """A copy of x (N, ...) that is no view: autograd forbids to change a view that a function returns in place."""
+    """Returns x (N, ...) in the shape of the tokens, copied: autograd forbids to change a view in place that a function
+    returns."""
     return x.view(*hidden.shape[:-1], *x.shape[1:]).clone()
 
 
 def _results(
     hidden: Tensor, stats: Statistics, known: AnyTeacher
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
-    """`logps_from_hidden`."""
+    """Returns the results of `logps_from_hidden`."""
     logp, divergence, ids = stats.logp, None, None
     if isinstance(known, TopKLogps):
         logp, ids = known.logp, _shaped(known.ids, hidden) if known.finds else None
@@ -242,9 +244,9 @@ def _compute_gradients(
     wants: Sequence[bool],
     teacher: AnyTeacher = None,
 ) -> list[Optional[Tensor]]:
-    """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient.
+    """Returns (dhidden, dweight, dbias) from logits that are computed again, over rows with a non-zero coefficient.
 
-    outer: d loss / d logps, d loss / d entropy; with a teacher, as the forward left it, d loss / d divergence.
+    grads: d loss / d logps, d loss / d entropy; with a teacher, as the forward left it, d loss / d divergence.
     results: entropy, lse, (N,) each.
     """
     entropy, lse = results
@@ -287,7 +289,12 @@ def _call_of_operator(
     tokens: Sequence[Optional[Tensor]], teacher: str, config_key: str, numbers: Sequence[float], want_entropy: bool,
     backend: str, compute_dtype: Optional[torch.dtype], logits_dtype: Optional[torch.dtype], top_k: int = 0,
 ) -> LogpsCall:  # fmt: skip
-    """tokens: LogpsTokens, then a teacher's tensors; teacher: the rest of it; config_key: with the divergence."""
+    """Returns the call from an operator's arguments.
+
+    tokens: the fields of LogpsTokens, then a teacher's tensors.
+    teacher: the rest of the teacher.
+    config_key: of the configuration with the divergence.
+    """
     token_fields, of_teacher = tokens[: len(LogpsTokens._fields)], tokens[len(LogpsTokens._fields) :]
     types = compute_dtype, logits_dtype
     call = LogpsCall(LogpsTokens(*token_fields), numbers, want_entropy, backend, *types, top_k)  # type: ignore[arg-type]
@@ -309,8 +316,11 @@ def logps(
     teacher: str,  # without a default, as in grpo_loss
     config_key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logps, entropy, divergence), 0 at masked positions; for the backward (entropy, lse), each (N,), since the caller
-    may change what it got; the ids of these logps where they were to be found. What there is not is empty."""
+    """Returns (logps, entropy, divergence, entropy, lse, ids), the first three 0 at masked positions.
+
+    The second entropy and lse (N,) are for the backward, since the caller may change what it got. ids: those of the
+    logps where the call searches for them. What a call does not have is empty.
+    """
     types = compute_dtype, logits_dtype
     call = _call_of_operator(tokens, teacher, config_key, numbers, want_entropy, backend, *types, top_k)
     with torch.no_grad():
@@ -347,8 +357,10 @@ def logps_backward(
     config_key: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dhidden, dweight, dbias); unwanted ones are empty. See _compute_gradients. Of a teacher the forward runs again,
-    which left more with it than an operator returns."""
+    """Returns (dhidden, dweight, dbias); unwanted ones are empty. See _compute_gradients.
+
+    With a teacher the forward runs again: it computes more of the teacher than an operator returns.
+    """
     call = _call_of_operator(tokens, teacher, config_key, numbers, True, backend, compute_dtype, logits_dtype)
     hidden, weight, bias = inputs
     assert hidden is not None and weight is not None

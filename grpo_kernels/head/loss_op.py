@@ -71,7 +71,7 @@ class LossCall(NamedTuple):
 
     @property
     def description(self) -> tuple[object, ...]:
-        """What ranks that share this call must have in common, besides hidden, weight and bias."""
+        """Returns what ranks that share this call must have in common, besides hidden, weight and bias."""
         batch, tokens, teacher = self.batch, signature(*self.batch.tokens), teacher_signature(self.teacher)
         return batch.config.key, batch.num_groups, batch.backend, self.compute_dtype, tokens, teacher
 
@@ -100,7 +100,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
 def _compute(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
-    """(results, gradients). To be called under no_grad."""
+    """Returns (results, gradients). To be called under no_grad."""
     ids, config, kernels = call.completion_ids, call.batch.config, get_backend(call.batch.backend)
     has_ids = ids is not None
     if ids is None:
@@ -143,7 +143,7 @@ def _loss_of_head(
     *,
     every_row: bool,
 ) -> tuple[Tensor, ...]:
-    """`loss_from_hidden`; the gradients are left in `head`."""
+    """Returns the results of `loss_from_hidden`; the gradients are left in `head`."""
     config, shape, needs_sequences = call.batch.config, call.batch.shape, tokens.rules.whole_sequences
     mask = None
     if inputs.kept_ids is not None:
@@ -208,7 +208,7 @@ def _measured_shape(batch: Batch, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:
-    """Whether nothing is read back to the host, and so no row left out."""
+    """Returns whether nothing is read back to the host, so that no row is left out."""
     config, inputs = call.batch.config, call.batch.tokens
     sparse = config.sparse_backward is not None
     if sparse:
@@ -221,9 +221,9 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
 
 
 def loss_from_logits(logits: Tensor, call: LossCall, *, inplace: bool) -> tuple[Tensor, ...]:
-    """`loss_from_hidden` from logits (B, T, V) or (N, V); the loss is differentiable in them.
+    """Returns the results of `loss_from_hidden` from logits (B, T, V) or (N, V); the loss is differentiable in them.
 
-    inplace: the gradient replaces the logits, if their memory allows it.
+    inplace: the gradient overwrites the logits, if their memory allows it.
     """
     return compute_in_forward(
         "grpo_loss_from_logits", partial(_compute_from_logits, call=call, inplace=inplace), logits
@@ -234,7 +234,8 @@ def loss_from_logits(logits: Tensor, call: LossCall, *, inplace: bool) -> tuple[
 def _compute_from_logits(
     logits: Tensor, *, call: LossCall, inplace: bool
 ) -> tuple[tuple[Tensor, ...], PrecomputedGradients]:
-    """Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied."""
+    """Returns (results, gradients). Every row is computed where it lies: nothing is copied, and a row that cannot have
+    a gradient gets zeros."""
     inputs, kernels = TokenInputs(*materialized(*call.batch.tokens)), get_backend(call.batch.backend)
     flat = materialized(logits.detach())[0].reshape(-1, logits.shape[-1])
     reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
@@ -256,7 +257,8 @@ def _compute_from_logits(
 
 
 def _clear_rows(x: Tensor, is_cleared: Tensor) -> None:
-    """Zero these rows (N,) bool of x (N, V). Only they are written, except under capture, where all are."""
+    """Sets rows of x (N, V) to 0, is_cleared (N,) bool. Other rows are not written, except under capture, where all
+    are."""
     if is_capturing(x.device):
         x.masked_fill_(is_cleared[:, None], 0.0)
     else:
@@ -302,7 +304,7 @@ def _batch_of(
     shape: torch.Size, tokens: Sequence[Optional[Tensor]], num_groups: int, per_sequence: bool, config_key: str,
     backend: str,
 ) -> Batch:  # fmt: skip
-    """From what an operator receives; shape: of the tokens; tokens: the fields of TokenInputs."""
+    """Returns the batch from what an operator receives. shape: of the tokens; tokens: the fields of TokenInputs."""
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     sequences = shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     return Batch(inputs, config, backend, shape, sequences, num_groups, None, per_sequence)
@@ -329,8 +331,11 @@ def _(hidden, weight, bias, tokens, num_groups, per_sequence, config_key, backen
 
 
 def _hand_out_gradients(operator: Any, name: str, count: int) -> None:
-    """Let autograd have the gradients of the first `count` inputs, which are the last results of the operator, whose
-    first is the loss; a list of tensors comes behind these inputs. name: of the public function, for errors."""
+    """Registers a backward that returns an operator's own results as the gradients of its first `count` inputs.
+
+    The operator's first result is the loss, its last `count` are the gradients; behind these inputs comes a list of
+    tensors. name: of the public function, for errors.
+    """
 
     def save(ctx, inputs, output):
         ctx.mark_non_differentiable(*output[1:])

@@ -24,13 +24,13 @@ SPLIT_SUM_ELEMENTS = 160 * 128 * 256
 
 @cache
 def returns_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch.mm returns float32 from inputs of a 16-bit `dtype` on this device. A CPU never does."""
+    """Returns whether torch.mm returns float32 from inputs of a 16-bit `dtype` on this device. A CPU never does."""
     return device.type != "cpu" and _takes_out_dtype("mm", device, dtype, "W is converted to float32")
 
 
 @cache
 def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch.addmm adds a product of a 16-bit `dtype` to a float32 matrix in place."""
+    """Returns whether torch.addmm adds a product of a 16-bit `dtype` to a float32 matrix in place."""
     instead = "products are added to dweight in a step of their own"
     return returns_float32(device, dtype) and _takes_out_dtype("addmm", device, dtype, instead)
 
@@ -59,7 +59,7 @@ def _takes_out_dtype(name: str, device: torch.device, dtype: torch.dtype, instea
 
 @cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether torch's products of a 16-bit `dtype` on this CPU are worth taking, against those of float32.
+    """Returns whether torch's products of a 16-bit `dtype` on this CPU are faster than those of float32.
 
     Those of float16 never are. Without AVX-512, AMX or bfloat16 instructions oneDNN has none of bfloat16 either, and
     torch's own loops take 10 to 100 times as long as a product in float32 (2.13, AVX2: dlogits W of 128 x 49,152 x 576
@@ -70,7 +70,7 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b (M, N) in float32 from 16-bit a (M, K) and b (K, N), on a GPU."""
+    """Returns a @ b (M, N) in float32 from 16-bit a (M, K) and b (K, N), on a GPU."""
     if returns_float32(a.device, a.dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
@@ -81,7 +81,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b; total (M, N) float32, a (M, K) and b (K, N) of a 16-bit type, on a GPU."""
+    """Adds a @ b to `total` (M, N) float32, in place; a (M, K) and b (K, N) of a 16-bit type, on a GPU."""
     if adds_to_float32(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         return
@@ -96,10 +96,11 @@ _allows_fp16_accumulation = torch._C._get_cublas_allow_fp16_accumulation  # what
 
 
 def pinned_matmul_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Autocast is off inside, and so is the process-wide switch torch.backends.cuda.matmul.allow_fp16_accumulation.
+    """Turns off autocast, and the process-wide switch torch.backends.cuda.matmul.allow_fp16_accumulation, while it is
+    entered.
 
-    With that switch on, torch raises where a product is to return float32. The last of several threads to leave puts
-    it back; until then it is off for the whole process, whose float16 products are more exact meanwhile.
+    With that switch on, torch raises where a product is to return float32. The last of several threads to leave turns
+    it on again; until then it is off for the whole process, whose float16 products are more exact meanwhile.
     """
     if not (_depth or _allows_fp16_accumulation() or torch.is_autocast_enabled(device.type)):
         return _UNCHANGED

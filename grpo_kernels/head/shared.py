@@ -14,18 +14,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for everything but float64."""
+    """Returns float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_traced(hidden: Tensor) -> bool:
-    """Whether torch.compile or a dispatch mode must see one operator instead of the operations inside it."""
+    """Returns whether torch.compile or a dispatch mode must see one operator instead of the operations inside it."""
     return _has_tracer(hidden) or torch._C._len_torch_dispatch_stack() > 0
 
 
 def uses_custom_op(hidden: Tensor, *eager_only: object) -> bool:
-    """`is_traced`, for an operator without the arguments `eager_only`: where one of these is given, dispatch modes see
-    nothing of the call."""
+    """Returns whether a call goes through the custom operator, which has no arguments `eager_only`. A call with one of
+    these never does: dispatch modes see nothing of it."""
     return is_traced(hidden) and all(x is None for x in eager_only)
 
 
@@ -36,7 +36,8 @@ def refuse_when_traced(hidden: Tensor, name: str, value: object) -> None:
 
 
 def _has_tracer(hidden: Tensor) -> bool:
-    """Whether operations are recorded, to be run later or elsewhere: fake and functional tensors, proxies of them."""
+    """Returns whether operations are recorded, to be run later or elsewhere: fake and functional tensors, proxies of
+    them."""
     if torch.compiler.is_compiling() or type(hidden).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return True
     if torch._C._len_torch_dispatch_stack() == 0:
@@ -46,8 +47,11 @@ def _has_tracer(hidden: Tensor) -> bool:
 
 
 def hide_from_dispatch_modes(function: Function) -> Function:
-    """Let no dispatch mode see what `function` does: kernels write through addresses, and over what they have read, so
-    that a mode which keeps results (selective checkpointing) or wraps them would have the wrong ones."""
+    """Makes `function` invisible to dispatch modes.
+
+    Its kernels write through addresses, and over what they have read. A mode that keeps results (selective
+    checkpointing) or wraps them would have the wrong ones.
+    """
 
     @functools.wraps(function)
     def unseen(*args: Any, **kwargs: Any) -> Any:
@@ -60,24 +64,26 @@ def hide_from_dispatch_modes(function: Function) -> Function:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph records these operations: then nothing may be read back to the host."""
+    """Returns whether a CUDA graph records these operations: then nothing may be read back to the host."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device: torch.device) -> None:
+    """Raises ValueError for sparse_backward under capture of a CUDA graph."""
     if is_capturing(device):
         raise ValueError("sparse_backward was given under capture of a CUDA graph; the number of entries is read")
 
 
 def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:
-    """Which of them need gradients."""
+    """Returns which of the inputs need gradients."""
     if not torch.is_grad_enabled():
         return (False,) * len(inputs)
     return tuple([x is not None and x.requires_grad for x in inputs])
 
 
 def no_gradients(tensors: Sequence[Tensor | None]) -> list[None] | None:
-    """What an operator's backward returns for this list: torch has a place for each entry if none of them is None."""
+    """Returns what an operator's backward returns for a list of tensors: a None per entry, or a single None where an
+    entry is None."""
     return None if any(x is None for x in tensors) else [None] * len(tensors)
 
 
@@ -89,5 +95,5 @@ def save_tensors(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def saved_tensors(ctx: Any) -> list[Any]:
-    """Returns what `save_tensors` was given."""
+    """Returns the tensors that `save_tensors` saved."""
     return [ctx.of_inference.get(i, x) for i, x in enumerate(ctx.saved_tensors)]

@@ -33,7 +33,7 @@ class ChunkPairs(NamedTuple):
 
 
 class SparsePairs:
-    """The pairs of a call, and how many tokens they are of."""
+    """The sparse gradients of a call, as pairs of an id and a number, and how many tokens have them."""
 
     def __init__(self, head: LMHead, theta: float, dtype: torch.dtype) -> None:
         self.head, self.dtype = head, dtype
@@ -50,16 +50,16 @@ class SparsePairs:
         self.buffer_bytes = head.scratch.rows * len(head.weight) * head.logits_dtype.itemsize // 3
 
     def add(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor], exact: Tensor | None) -> None:
-        """The tokens of a chunk, of which those in `exact` (N,) bool get no pairs.
+        """Adds the pairs of a chunk's tokens; those in `exact` (N,) bool get none.
 
-        coefficients: d loss / d logp and d loss / d entropy (N,), of which those of this chunk are known.
+        coefficients: d loss / d logp and d loss / d entropy (N,), which are known for this chunk's tokens.
         """
         pairs = self._room_for(chunk.rows, len(chunk.ids))
         self.coefficients, self._exact = coefficients, exact
         self.head.backend.sparse_gradient(chunk, *coefficients, self.rule, pairs)
 
     def _collect(self) -> None:
-        """Take the pairs out of the buffers."""
+        """Moves the pairs from the buffers to the list of those that wait for their products."""
         if self._buffers is None or self.coefficients is None or not self._buffered_rows:
             return
         device = self.head.weight.device
@@ -83,12 +83,12 @@ class SparsePairs:
             self._multiply()
 
     def dense(self) -> Tensor:
-        """(D,) int64: the tokens that take dense products."""
+        """Returns the tokens that take dense products, (D,) int64."""
         self._collect()
         return torch.cat([*self._dense, torch.empty(0, dtype=torch.int64, device=self.head.weight.device)])
 
     def multiply_pairs(self) -> None:
-        """The products, after those of the tokens in `dense`; `sums` is what remains."""
+        """Computes the products of all pairs that are left; call it after the products of the tokens in `dense`."""
         self._collect()
         self._buffers = None
         if self.head.wants[0]:  # all ranks with a slice of the vocabulary add theirs up, those without a pair too
@@ -97,7 +97,7 @@ class SparsePairs:
             self._multiply()
 
     def _multiply(self) -> None:
-        """The products of the pairs that wait."""
+        """Computes the products of the pairs that wait."""
         head = self.head
         tokens, counts, ids, values = (torch.cat(x) for x in zip(*self._waiting, strict=True))
         self._waiting, self._num_waiting = [], 0
@@ -117,7 +117,8 @@ class SparsePairs:
             head.backend.kept_dhidden(dlogits, head.weight, kept_ids, head.dhidden_to_write(every_row=False))
 
     def sums(self) -> Tensor:
-        """SPARSE_SUMS; over ranks with a slice of the vocabulary all pairs, and the mean of the tokens in `dense`."""
+        """Returns the numbers of SPARSE_SUMS; over ranks with slices of the vocabulary the sum of the pairs, and the
+        mean of the tokens."""
         numbers = self._num_pairs, sum(map(len, self._dense)), 0
         sums = torch.tensor(numbers, dtype=torch.float64, device=self.head.weight.device)
         sums[2] = self._num_tokens

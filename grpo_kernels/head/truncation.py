@@ -23,8 +23,14 @@ PARTS = 8  # of a chunk: what stands beside its logits is some times as large as
 
 
 class Truncation(NamedTuple):
-    """Keeps ids of at least min_p of the likeliest one's probability, of these the top_k likeliest (0: all), of these
-    the likeliest until they have mass top_p. min_p_last: min_p after top_p, as transformers has it."""
+    """The rule by which truncated sampling keeps ids, applied in this order:
+
+        min_p  ids of at least min_p times the probability of the likeliest one
+        top_k  the k likeliest of these; 0: all
+        top_p  the likeliest of these, until they have mass top_p
+
+    min_p_last: min_p comes after top_p, as in transformers.
+    """
 
     top_k: int = 0
     top_p: float = 1.0
@@ -32,14 +38,14 @@ class Truncation(NamedTuple):
     min_p_last: bool = False
 
     def truncates(self, vocab_size: int) -> bool:
-        """Whether it can drop an id."""
+        """Returns whether the rule can drop an id."""
         return self.top_p < 1 or self.min_p > 0 or 0 < self.top_k < vocab_size
 
 
 def truncate(z: Tensor, rule: Truncation) -> Tensor:
-    """(C, V) bool: which ids are kept by logits z (C, V); none whose logit is -inf, or of a row of NaN.
+    """Returns which ids are kept by logits z (C, V), (C, V) bool: none whose logit is -inf, and none of a row of NaN.
 
-    Where top_p ends among equal logits, the highest ids, which a stable ascending sort has last.
+    Where top_p ends among equal logits, the highest ids are kept: a stable ascending sort has them last.
     """
     least, top = z.new_full((1, 1), torch.finfo(z.dtype).min), z.amax(1, keepdim=True)
     floor = torch.maximum(least, top + math.log(rule.min_p)) if rule.min_p else least
@@ -62,7 +68,8 @@ def truncate(z: Tensor, rule: Truncation) -> Tensor:
 
 
 def _border(z: Tensor, top: Tensor, enough: Tensor, width: int) -> Tensor:
-    """(C, 1): the logit in rows z (C, V) at which e^(z - top), from the likeliest id on, add up to `enough`."""
+    """Returns, (C, 1), the logit in rows z (C, V) at which e^(z - top), added up from the likeliest id on, reaches
+    `enough`."""
     values = z.topk(min(width, z.shape[1])).values
     before = ((values - top).exp_().cumsum(1, dtype=torch.float64) < enough).sum(1, keepdim=True)
     border = values.gather(1, before.clamp(max=values.shape[1] - 1))
@@ -76,7 +83,7 @@ def _border(z: Tensor, top: Tensor, enough: Tensor, width: int) -> Tensor:
 @hide_from_dispatch_modes
 @torch.no_grad()
 def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> SamplingMask:
-    """The kept ids of the call's tokens, with `mass` and `added`."""
+    """Returns the kept ids of the call's tokens, with `mass` and `added`."""
     ids, device = call.tokens.completion_ids, inputs[0].device
     if is_capturing(device):
         raise ValueError("sampling_support was called under capture of a CUDA graph; the ids are counted on the host")

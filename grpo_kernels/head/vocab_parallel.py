@@ -53,21 +53,22 @@ class VocabSlice(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The id of the first row."""
+        """Returns the id of the slice's first row."""
         return sum(self.sizes[: self.rank])
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Ids (N,) as rows of this rank's weight, -1 where another rank has them."""
+        """Returns ids (N,) as rows of this rank's weight, -1 where another rank has them."""
         local = ids - self.first
         return torch.where((local >= 0) & (local < self.sizes[self.rank]), local, -1)
 
     def owner(self, ids: Tensor) -> Tensor:
-        """int32: the rank that has each id; below the vocabulary the first, beyond it the last."""
+        """Returns the rank that has each id, int32; the first rank for an id below the vocabulary, the last for one
+        beyond it."""
         stops = torch.tensor(self.sizes, dtype=ids.dtype, device=ids.device).cumsum(0, dtype=ids.dtype)
         return torch.bucketize(ids, stops, out_int32=True, right=True).clamp_(max=len(self.sizes) - 1)
 
     def combine(self, rows: Rows, ids: Tensor, stats: Statistics) -> None:
-        """Replace the statistics of the slice by those of the vocabulary. ids (N,) of the whole vocabulary."""
+        """Replaces the statistics of the slice by those of the vocabulary. ids (N,) of the whole vocabulary."""
         local_stats = torch.stack([rows.take(x).double() for x in (stats.lse, stats.entropy, stats.logp)])
         lse, entropy, logp = self.gather(local_stats).unbind(1)
         entropy, logp = entropy.to(stats.entropy.dtype), logp.to(stats.logp.dtype)
@@ -85,7 +86,7 @@ class VocabSlice(NamedTuple):
         return all_gather(self.group, x)
 
     def add_up(self, x: Tensor) -> None:
-        """The sum over the ranks, in place."""
+        """Adds up x over the ranks, in place."""
         distributed.all_reduce(x, group=self.group)
 
 
@@ -102,10 +103,13 @@ def exchange_and_check(
     wants: Sequence[bool],
     arguments: object,
 ) -> VocabSlice:
-    """Exchange sizes, and make sure that all ranks are about to compute the same. One small all-gather and one read.
+    """Exchanges the sizes of the slices, and checks that all ranks are about to compute the same: one small all-gather
+    and one read.
 
-    arguments: the rest of the call, compared by its repr. Raises ValueError on every rank where ranks disagree, or one
-    has refused its arguments.
+    arguments: the rest of the call, compared by its repr.
+
+    Raises:
+        ValueError: on every rank, where ranks disagree or one has refused its arguments.
     """
     flags = sum(want << i for i, want in enumerate(wants))
     compared = (
@@ -125,13 +129,13 @@ def exchange_and_check(
 
 
 def signature(*tensors: Tensor | None) -> list[tuple[object, ...] | None]:
-    """Shapes and types, which ranks compare."""
+    """Returns shapes and types, which ranks compare."""
     return [None if x is None else (tuple(x.shape), x.dtype) for x in tensors]
 
 
 @contextmanager
 def broadcast_failure(group: ProcessGroup, hidden: object) -> Iterator[None]:
-    """Tell the other ranks, which wait in `exchange_and_check`, where this one refuses its arguments."""
+    """Tells the other ranks, which wait in `exchange_and_check`, where this one refuses its arguments."""
     try:
         yield
     except Exception:
@@ -141,7 +145,7 @@ def broadcast_failure(group: ProcessGroup, hidden: object) -> Iterator[None]:
 
 
 def check_group(group: object, name: str = "vocab_parallel_group") -> None:
-    """A process group that this rank belongs to."""
+    """Raises where `group` is no process group that this rank belongs to."""
     if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
         raise TypeError(f"{name} is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
     if distributed.get_rank(group) < 0:
@@ -151,12 +155,12 @@ def check_group(group: object, name: str = "vocab_parallel_group") -> None:
 
 
 def all_gather(group: ProcessGroup, x: Tensor) -> Tensor:
-    """x of every rank, in their order: (ranks, ...). x is contiguous."""
+    """Returns x of every rank, in their order: (ranks, ...). x is contiguous."""
     gathered = x.new_empty((distributed.get_world_size(group), *x.shape))
     distributed.all_gather(list(gathered), x, group=group)
     return gathered
 
 
 def exchange(group: ProcessGroup, device: torch.device, numbers: tuple[int, ...]) -> list[list[int]]:
-    """The numbers of all ranks, in their order."""
+    """Returns the numbers of all ranks, in their order."""
     return all_gather(group, torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()
