@@ -339,7 +339,9 @@ def summary(documents: dict[str, Document]) -> str:
             for quantity, form, unit in (("time", ".1f", " x"), ("memory", ".2f", "")):
                 cells.append(_range([x for _, *key, x in case_ratios if key == [trainer, quantity]], form, unit))
         token_counts = _range([tokens for tokens, *_ in case_ratios], ",")
-        sentences.append(f"{place(documents[files[0]])}: {token_counts} tokens ({', '.join(files)}).")
+        places = [place(documents[file]) for file in files]
+        machines = "; ".join(dict.fromkeys(places))
+        sentences.append(f"{machines}: {token_counts} tokens ({', '.join(files)}).")
     if names := [name for files in PLACES.values() for name in files if has_single_calls(documents[name])]:
         sentences.append(f"Where a rival takes seconds, some cases of {', '.join(names)} have a single call of it.")
     rows = {trainer: cells for trainer, cells in rows.items() if any(cells[1:])}
@@ -350,7 +352,7 @@ takes more:
 
 {table(titles, list(rows.values()))}
 
-{fill(" ".join(sentences), 120)}"""
+{fill(" ".join(sentences), 120, break_on_hyphens=False)}"""
 
 
 def _range(numbers: Sequence[float], form: str, unit: str = "") -> str:
