@@ -33,6 +33,7 @@ from grpo_kernels.kernels.operations import (
 from grpo_kernels.kernels.triton.backend import TRITON as BACKEND
 from grpo_kernels.names import DIVERGENCES
 from grpo_kernels.objective.aggregation import Lengths
+from grpo_kernels.objective.fused import objective_inputs
 from grpo_kernels.objective.sequences import Sequences
 from grpo_kernels.objective.tokens import Rules, Tokens
 
@@ -138,9 +139,9 @@ def objective(rows: int, *, indexed: bool = False, whole: bool = False, bare: bo
         **({} if bare else {name: vector(count) for name in names}),
     )  # fmt: skip
     if whole:
-        return BACKEND.objective(tokens, logp, entropy, dlogp, None, vector(count, INDEX), count)
+        return BACKEND.objective(objective_inputs(tokens, vector(count, INDEX), count), logp, entropy, dlogp, None)
     chosen = Rows(0, rows, vector(rows, INDEX)) if indexed else Rows(rows, count)
-    return BACKEND.objective(tokens, logp, entropy, dlogp, chosen)
+    return BACKEND.objective(objective_inputs(tokens, None, 0), logp, entropy, dlogp, chosen)
 
 
 def scale(rows: int, dtype: torch.dtype, width: int = WIDTH) -> object:
