@@ -51,17 +51,17 @@ ONE: tuple[tuple[str | int, ...], ...] = ((),)
 
 def arguments_of(fields: type) -> dict[str, Argument]:
     """Returns the rows that the annotations of a class are, `name: Annotated[type, row]` or only `name: type`."""
-    found = {}
+    rows = {}
     for name, hint in get_type_hints(fields, include_extras=True).items():
         hint, row = get_args(hint) if get_origin(hint) is Annotated else (hint, Argument())
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kind, *others = [x for x in kinds if x not in (NoneType, torch.Tensor)] or [None]
-        found[name] = row._replace(
+        rows[name] = row._replace(
             kind="choice" if get_origin(kind) is Literal else "other" if others else _KINDS.get(kind, "other"),
             choices=get_args(kind) if get_origin(kind) is Literal else (),
             optional=NoneType in kinds, takes_tensor=torch.Tensor in kinds,
         )  # fmt: skip
-    return found
+    return rows
 
 
 _KINDS: dict[type, Any] = {float: "number", int: "count", bool: "flag"}

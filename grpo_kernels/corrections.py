@@ -67,17 +67,17 @@ def rollout_weights(
         if not batch_normalize:
             raise ValueError("group has no effect with batch_normalize=False; leave it out")
     sequences, mask = _check_logps(old_logps, rollout_logps, completion_mask, cu_seqlens)
-    own, _ = log_ratios(old_logps, rollout_logps, mask)
-    lengths, total = sequences.sum(mask.to(own.dtype)), sequences.sum(own)
+    token_log_ratios, _ = log_ratios(old_logps, rollout_logps, mask)
+    lengths, total = sequences.sum(mask.to(token_log_ratios.dtype)), sequences.sum(token_log_ratios)
     mean = total / lengths.clamp(min=1)
-    w = {"token": own, "sequence": mean, "sequence_sum": total}[level].clamp(max=EXPONENT_LIMIT).exp()
+    w = {"token": token_log_ratios, "sequence": mean, "sequence_sum": total}[level].clamp(max=EXPONENT_LIMIT).exp()
     if mode == "truncate":
         w = w.clamp(low, cap)
     else:
         judged = w if mode == "mask" else sequences.to_tokens(mean.clamp(max=EXPONENT_LIMIT).exp())
         w = torch.where((judged >= low) & (judged <= cap), w, 0.0)
     if veto is not None:
-        refused = sequences.sum((own.exp() < veto).to(own.dtype)) > 0
+        refused = sequences.sum((token_log_ratios.exp() < veto).to(token_log_ratios.dtype)) > 0
         w = w.masked_fill(sequences.to_tokens(refused) if level == "token" else refused, 0.0)
     if batch_normalize:
         w = normalized(w, mask if level == "token" else lengths > 0, group)
@@ -159,18 +159,18 @@ def check_rejections(options: object, name: str = "options") -> dict[str, tuple[
     """Returns the least and the largest value of each option's statistic. name: of the argument, for errors."""
     if not isinstance(options, Mapping) or not options:
         raise ValueError(f"{name}={options!r}; expected a dict of bounds such as {{'token_k1': (0.5, 2.0)}}")
-    found = {}
-    for key, given in options.items():
+    bounds = {}
+    for key, bound in options.items():
         check_one_of(f"a key of {name}", key, tuple(REJECTIONS))
         where, has_pair = f"{name}[{key!r}]", key.endswith("_k1")
-        if has_pair != isinstance(given, (tuple, list)) or (has_pair and len(given) != 2):
+        if has_pair != isinstance(bound, (tuple, list)) or (has_pair and len(bound) != 2):
             expected = "a pair of ratios (low, high)" if has_pair else "one number, the upper bound"
-            raise ValueError(f"{where}={given!r}; expected {expected}")
-        numbers = [check_number(where, x, above=0.0) for x in (given if has_pair else [given])]
+            raise ValueError(f"{where}={bound!r}; expected {expected}")
+        numbers = [check_number(where, x, above=0.0) for x in (bound if has_pair else [bound])]
         if numbers[0] > numbers[-1]:
-            raise ValueError(f"{where}={given!r}; expected low <= high")
-        found[key] = (math.log(numbers[0]), math.log(numbers[1])) if has_pair else (-math.inf, numbers[0])
-    return found
+            raise ValueError(f"{where}={bound!r}; expected low <= high")
+        bounds[key] = (math.log(numbers[0]), math.log(numbers[1])) if has_pair else (-math.inf, numbers[0])
+    return bounds
 
 
 def _check_logps(

@@ -131,18 +131,18 @@ def check_loss_inputs(
     _check_combinations(options, config)
     advantages, groups, moments = _advantages_of(advantages, options, config, layout, mask)
 
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in _OF_CALL:
         if options.get(name) is not None:
-            given[name] = options.get(name)
+            values[name] = options.get(name)
     for name in _OF_CONFIG:
         if isinstance(getattr(config, name), Tensor):
-            given[name] = getattr(config, name)
+            values[name] = getattr(config, name)
     if not reads_logits:
-        given.pop("temperature", None)
-    given = {n: x if n in TOKEN_ARGUMENTS else one_number(n, x, like, layout.dtype) for n, x in given.items()}
-    if "num_items_in_batch" in given:
-        given["normalizer"] = _num_items(options["num_items_in_batch"], given.pop("num_items_in_batch"), mask)
+        values.pop("temperature", None)
+    values = {n: x if n in TOKEN_ARGUMENTS else one_number(n, x, like, layout.dtype) for n, x in values.items()}
+    if "num_items_in_batch" in values:
+        values["normalizer"] = _num_items(options["num_items_in_batch"], values.pop("num_items_in_batch"), mask)
     inputs = TokenInputs(
         advantages=advantages,
         completion_mask=mask,
@@ -150,10 +150,10 @@ def check_loss_inputs(
         group_index=None if groups is None else groups.index,
         kept_ids=None if sampling_mask is None else sampling_mask.ids,
         kept_counts=None if sampling_mask is None else sampling_mask.counts,
-        **given,
+        **values,
     )
-    given["advantages"] = advantages
-    expanded = {name: per_token(name, x, layout) for name, x in given.items() if name in TOKEN_ARGUMENTS}
+    values["advantages"] = advantages
+    expanded = {name: per_token(name, x, layout) for name, x in values.items() if name in TOKEN_ARGUMENTS}
     check_token_values(inputs)
     per_sequence = all(x is None or x.shape != shape for x in (advantages, inputs.rollout_weights))
     count = 0 if groups is None else groups.count
@@ -191,15 +191,15 @@ def _advantages_of(
     return advantages, groups, moments
 
 
-def _num_items(given: Tensor | float, count: Tensor, mask: Tensor | None) -> Tensor:
+def _num_items(num_items: Tensor | float, count: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the number of items of all batches, at least 1. Refuses what is below 1; but for 0, the count of a batch
     without an unmasked token."""
     is_known = checks_values(count.device)
-    if (is_known or not isinstance(given, Tensor)) and not (given == 0 or 1 <= given < math.inf):
+    if (is_known or not isinstance(num_items, Tensor)) and not (num_items == 0 or 1 <= num_items < math.inf):
         raise ValueError(
-            f"num_items_in_batch={float(given)}; expected the global number of tokens; a share is normalizer"
+            f"num_items_in_batch={float(num_items)}; expected the global number of tokens; a share is normalizer"
         )
-    if is_known and given == 0 and (mask is None or bool(mask.any())):
+    if is_known and num_items == 0 and (mask is None or bool(mask.any())):
         raise ValueError("num_items_in_batch=0, and completion_mask leaves tokens; expected their global number")
     return torch.where(count < 0, count, count.clamp(min=1))  # a negative one is refused with the values
 

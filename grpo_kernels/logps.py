@@ -108,8 +108,8 @@ def fused_top_k(
 
     with torch.no_grad():
         weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
-        logps, _, _, found = logps_from_hidden(hidden, weight, bias, call)
-    return cast(Tensor, found), logps
+        logps, _, _, ids = logps_from_hidden(hidden, weight, bias, call)
+    return cast(Tensor, ids), logps
 
 
 def sampling_support(

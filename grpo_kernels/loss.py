@@ -219,8 +219,8 @@ def fused_grpo_loss(
         return LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teacher)
 
     weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
-    loss, logps, entropy, found, others, *divergence = loss_from_hidden(hidden, weight, bias, call)
-    return GRPOLossOutput(loss, logps, entropy, call.batch, found, others, *divergence)
+    loss, logps, entropy, measured, others, *divergence = loss_from_hidden(hidden, weight, bias, call)
+    return GRPOLossOutput(loss, logps, entropy, call.batch, measured, others, *divergence)
 
 
 @forwards_loss_options
@@ -245,13 +245,13 @@ def grpo_loss_from_logps(
     elif config.has_entropy_bonus or config.entropy_threshold is not None:
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
     batch = check_loss_inputs(advantages, None, options, config, logps, "logps", logps.dtype, reads_logits=False)
-    given = torch.zeros_like(logps) if entropy is None else entropy
-    loss, found, *_ = policy_loss(
-        logps, given, list(batch.tokens), batch.num_groups, batch.per_sequence, config.key, batch.backend
+    entropy_input = torch.zeros_like(logps) if entropy is None else entropy
+    loss, measured, *_ = policy_loss(
+        logps, entropy_input, list(batch.tokens), batch.num_groups, batch.per_sequence, config.key, batch.backend
     )
     mask = options.get("completion_mask")
     known = None if entropy is None else _without_padding(entropy, mask)
-    return GRPOLossOutput(loss, _without_padding(logps, mask), known, batch, found, found.new_zeros(0))
+    return GRPOLossOutput(loss, _without_padding(logps, mask), known, batch, measured, measured.new_zeros(0))
 
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -289,5 +289,5 @@ def grpo_loss_from_logits(
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
     wants = requires_grad_flags(logits)
     call = LossCall(completion_ids, batch, None, wants)
-    loss, logps, entropy, found, others = loss_from_logits(logits, call, inplace=inplace)
-    return GRPOLossOutput(loss, logps.detach(), entropy, batch, found, others)
+    loss, logps, entropy, measured, others = loss_from_logits(logits, call, inplace=inplace)
+    return GRPOLossOutput(loss, logps.detach(), entropy, batch, measured, others)

@@ -194,29 +194,29 @@ class _UserLoss:
     def gradients(self) -> tuple[Tensor, Tensor]:
         return self._differentiate(self.index)
 
-    def _differentiate(self, here: Tensor) -> tuple[Tensor, Tensor]:
-        """Calls the user's function with the tokens `here`, and differentiates it on small tensors."""
-        call, leaves = self.call, [self.stats.logp[here].requires_grad_()]
+    def _differentiate(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Calls the user's function with the tokens `index`, and differentiates it on small tensors."""
+        call, leaves = self.call, [self.stats.logp[index].requires_grad_()]
         if call.scores.want_entropy:
-            leaves.append(self.stats.entropy[here].requires_grad_())
+            leaves.append(self.stats.entropy[index].requires_grad_())
         with torch.enable_grad():
             logps, *entropy = (x.clone() for x in leaves)  # a leaf could not be changed in place
             counts = len(self.sequence), self.num_sequences
-            chunk = PolicyChunk(logps, entropy[0] if entropy else None, here, self.sequence[here], *counts)
+            chunk = PolicyChunk(logps, entropy[0] if entropy else None, index, self.sequence[index], *counts)
             value = call.loss_fn(chunk)
-            if not isinstance(value, Tensor) or value.numel() not in (1, len(here)):
+            if not isinstance(value, Tensor) or value.numel() not in (1, len(index)):
                 came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
-                    f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(here)},)"
+                    f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(index)},)"
                 )
             value = value.sum()
         if call.grad_enabled:
             _refuse_other_leaves(value, leaves)
         self.total = self.total + value.detach()
         if value.requires_grad:
-            found = torch.autograd.grad(value, leaves, materialize_grads=True)
-            for x, gradient in zip(self._gradients, found, strict=False):
-                x.index_copy_(0, here, gradient)
+            gradients = torch.autograd.grad(value, leaves, materialize_grads=True)
+            for x, gradient in zip(self._gradients, gradients, strict=False):
+                x.index_copy_(0, index, gradient)
         return self._gradients[0], self._gradients[1]
 
 

@@ -141,8 +141,8 @@ def _one_of_each_type(rows: list[Any]) -> list[Any]:
 
 def _int32(numbers: Iterable[int]) -> Tensor:
     """Returns a tensor of integers, which `torch.tensor` would look at one by one; OverflowError for larger ones."""
-    found = array("i", numbers)
-    return torch.frombuffer(found, dtype=torch.int32) if found else torch.empty(0, dtype=torch.int32)
+    integers = array("i", numbers)
+    return torch.frombuffer(integers, dtype=torch.int32) if integers else torch.empty(0, dtype=torch.int32)
 
 
 def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor) -> None:

@@ -150,16 +150,16 @@ class TopKTeacher:
         for i, row in enumerate(rows):
             for t, token in enumerate(row):
                 if token:
-                    found, numbers = zip(*token, strict=True)
-                    ids[i, t, : len(token)] = torch.tensor(found)
+                    token_ids, numbers = zip(*token, strict=True)
+                    ids[i, t, : len(token)] = torch.tensor(token_ids)
                     logps[i, t, : len(token)] = torch.tensor(numbers, dtype=torch.float32)
         return cls(ids, logps, mode)
 
 
 def teacher_signature(teacher: Teacher | TopKTeacher | None) -> list[tuple[Any, ...]]:
     """Returns what ranks with slices of the vocabulary must have in common: all but the rows of slices."""
-    given = {} if teacher is None else vars(teacher)
-    return [(n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x) for n, x in given.items()]
+    fields = {} if teacher is None else vars(teacher)
+    return [(n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x) for n, x in fields.items()]
 
 
 def has_full_vocab(teacher: object) -> TypeGuard[Teacher]:
@@ -187,9 +187,9 @@ def _top_pairs(token: Any) -> list[tuple[int, float]]:
 
 def refuse_with_teacher(teacher: Teacher | TopKTeacher, sampling_mask: SamplingMask | None, config: GRPOConfig) -> None:
     if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize":
-        own = teacher.sampling_mask
+        teacher_mask = teacher.sampling_mask
         check_sampling_mask(sampling_mask, teacher.ids.shape[:-1], teacher.ids)
-        pairs = (own.ids, sampling_mask.ids), (own.counts, sampling_mask.counts)
+        pairs = (teacher_mask.ids, sampling_mask.ids), (teacher_mask.counts, sampling_mask.counts)
         if not all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs):
             raise ValueError("sampling_mask holds other ids than the TopKTeacher; expected its own sampling_mask")
         sampling_mask = None
@@ -244,17 +244,17 @@ def check_teacher_values(teacher: Teacher | TopKTeacher | None, vocab_size: int,
 
 
 def _check_head(teacher: Teacher, tensors: dict[str, Tensor], weight: Tensor, dtype: torch.dtype) -> None:
-    own, other = len(weight), len(teacher.weight)
-    if own != other:
-        longer = "lm_head_weight" if own > other else "Teacher.weight"
+    policy_rows, teacher_rows = len(weight), len(teacher.weight)
+    if policy_rows != teacher_rows:
+        longer = "lm_head_weight" if policy_rows > teacher_rows else "Teacher.weight"
         raise ValueError(
-            f"Teacher.weight has {other} rows and lm_head_weight {own}; expected one vocabulary. Where the further "
-            f"rows are padding, pass {longer}[:{min(own, other)}], and its bias alike"
+            f"Teacher.weight has {teacher_rows} rows and lm_head_weight {policy_rows}; expected one vocabulary. "
+            f"Where the further rows are padding, pass {longer}[:{min(policy_rows, teacher_rows)}], and its bias alike"
         )
     compute_dtype = products_dtype(teacher.hidden, teacher.weight, teacher.bias)
     types = {x.dtype for x in tensors.values()}
     if (compute_dtype is None or dtype == torch.float64) and len(types) > 1:  # autocast leaves a float64 policy alone
-        found = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
-        raise TypeError(f"{found}; expected one type, a float32 head of 16-bit hidden states, or torch.autocast")
+        type_names = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
+        raise TypeError(f"{type_names}; expected one type, a float32 head of 16-bit hidden states, or torch.autocast")
     if torch.float64 in types and dtype != torch.float64:
         raise TypeError(f"Teacher.hidden is float64 and the policy's products are {dtype}; expected float32 or 16 bits")

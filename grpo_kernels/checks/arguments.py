@@ -63,8 +63,8 @@ def products_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
         return None  # the checks refuse it
     if torch.is_autocast_enabled(device):
         # Autocast leaves other types as they are; the checks then say which do not fit.
-        given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
-        taken = all(x.dtype != torch.float64 and x.is_floating_point() for x in given)
+        tensors = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
+        taken = all(x.dtype != torch.float64 and x.is_floating_point() for x in tensors)
         return torch.get_autocast_dtype(device) if taken else None
     if hidden.dtype not in (torch.bfloat16, torch.float16) or not isinstance(weight, Tensor):
         return None
@@ -192,27 +192,27 @@ def check_sizes(name: str, x: Tensor, row: Argument, sizes: Sizes) -> None:
 
 
 def _fits(shape: torch.Size, letters: tuple[str | int, ...], sizes: Sizes) -> bool:
-    found: Sizes = {}
+    new_sizes: Sizes = {}
     if letters[:1] == ("tokens",):
         count = len(shape) - len(letters) + 1
-        found["tokens"] = shape[:count]
-        if count not in (1, 2) or found["tokens"] != sizes.get("tokens", found["tokens"]):
+        new_sizes["tokens"] = shape[:count]
+        if count not in (1, 2) or new_sizes["tokens"] != sizes.get("tokens", new_sizes["tokens"]):
             return False
         shape, letters = shape[count:], letters[1:]
     if len(shape) != len(letters):
         return False
     for size, letter in zip(shape, letters, strict=True):
         if isinstance(letter, str) and letter not in sizes and (size > 0 or letter.islower()):
-            found[letter] = size
+            new_sizes[letter] = size
         elif size != sizes.get(letter, letter):
             return False
-    sizes.update(found)
+    sizes.update(new_sizes)
     return True
 
 
 def _described(shapes: tuple[tuple[str | int, ...], ...], sizes: Sizes) -> str:
     """Returns shapes in words: sizes that are known as numbers, others as letters."""
-    found, unknown = [], []
+    texts, unknown = [], []
     for letters in shapes:
         if not letters or ("S" in letters and sizes["S"] < 0):
             continue
@@ -220,9 +220,9 @@ def _described(shapes: tuple[tuple[str | int, ...], ...], sizes: Sizes) -> str:
         for tokens in leading if letters[0] == "tokens" else ((),):
             parts = [*tokens, *(sizes.get(x, x) for x in letters if x != "tokens")]
             text = f"({', '.join(map(str, parts))}{',' * (len(parts) == 1)})"
-            found.append(f"packed {text}" if tokens == ("N",) else text)
+            texts.append(f"packed {text}" if tokens == ("N",) else text)
         unknown += [f", {x} >= 1" for x in letters if isinstance(x, str) and x.isupper() and x not in sizes]
-    return " or ".join(found) + "".join(dict.fromkeys(unknown))
+    return " or ".join(texts) + "".join(dict.fromkeys(unknown))
 
 
 def constant(name: str, x: Tensor) -> Tensor:

@@ -258,14 +258,14 @@ class GRPOConfig(LossConfig):
             batch: top_entropy_quantile below 1 without entropy_threshold among the overrides (`entropy_quantile`; None
             for no threshold), use_adaptive_entropy without entropy_coef among them.
         """
-        given = {**vars(args), "epsilon_low": args.epsilon}
+        trl_options = {**vars(args), "epsilon_low": args.epsilon}
         if args.epsilon_high is None:
-            given["epsilon_high"] = args.epsilon
-        found = options_of_loss_type(args.loss_type, given)
-        for name in found.keys() & {"vespo_lambda_pos", "vespo_lambda_neg"}:
-            found[name] = max(found[name], 1e-4)  # TRL's bound
-        found |= {name: given[name] for name in ("entropy_coef", "off_policy_mask_threshold")}
-        found["advantage_scale"] = args.scale_rewards
+            trl_options["epsilon_high"] = args.epsilon
+        options = options_of_loss_type(args.loss_type, trl_options)
+        for name in options.keys() & {"vespo_lambda_pos", "vespo_lambda_neg"}:
+            options[name] = max(options[name], 1e-4)  # TRL's bound
+        options |= {name: trl_options[name] for name in ("entropy_coef", "off_policy_mask_threshold")}
+        options["advantage_scale"] = args.scale_rewards
         if args.use_adaptive_entropy and "entropy_coef" not in overrides:
             raise ValueError("use_adaptive_entropy=True: the coefficient follows the entropy; pass entropy_coef=")
         if args.top_entropy_quantile < 1.0 and "entropy_threshold" not in overrides:
@@ -273,14 +273,14 @@ class GRPOConfig(LossConfig):
                 f"top_entropy_quantile={args.top_entropy_quantile}: the threshold follows from the entropies of the "
                 "batch; pass entropy_threshold=entropy_quantile(...), or None"
             )
-        coefficient, threshold = ({**found, **overrides}.get(x) for x in ("entropy_coef", "entropy_threshold"))
+        coefficient, threshold = ({**options, **overrides}.get(x) for x in ("entropy_coef", "entropy_threshold"))
         if threshold is not None and (isinstance(coefficient, torch.Tensor) or coefficient):
-            found["entropy_kept_only"] = True
+            options["entropy_kept_only"] = True
         if model_config is not None:
-            found["logit_scale"], found["logit_softcap"] = logit_transform(model_config)
+            options["logit_scale"], options["logit_softcap"] = logit_transform(model_config)
         for sentence in left_to_the_loop(vars(args), model_config):
             warnings.warn(f"GRPOConfig.from_trl: {sentence}", stacklevel=2)
-        return cls(**{**found, **overrides})
+        return cls(**{**options, **overrides})
 
     def _to_key(self) -> str:
         # Spelled out with f-strings: torch.compile can follow those, so that a config may be made inside a graph.
@@ -338,17 +338,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")  # presets of the same names
 
 
-def options_of_loss_type(loss_type: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of the preset `loss_type` that TRL and Liger read for it, with the values of `given`."""
+def options_of_loss_type(loss_type: str, trl_options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that TRL and Liger read for the preset `loss_type`, with the values of `trl_options`."""
     check_one_of("loss_type", loss_type, TRL_LOSS_TYPES)
     preset = PRESETS[loss_type]
-    found: dict[str, Any] = {"surrogate": preset.get("surrogate", "clip"), "aggregation": preset["aggregation"]}
-    names = ["importance_sampling_level", "temperature", *SURROGATE_RULES[found["surrogate"]].options]
-    if found["aggregation"] == "fixed_length":
+    options: dict[str, Any] = {"surrogate": preset.get("surrogate", "clip"), "aggregation": preset["aggregation"]}
+    names = ["importance_sampling_level", "temperature", *SURROGATE_RULES[options["surrogate"]].options]
+    if options["aggregation"] == "fixed_length":
         names.append("max_completion_length")
-    if given["beta"] != 0.0:
+    if trl_options["beta"] != 0.0:
         names += ["beta", "use_bias_correction_kl"]
-    return found | {name: given[name] for name in names if name != "dual_clip"}  # which neither has
+    return options | {name: trl_options[name] for name in names if name != "dual_clip"}  # which neither has
 
 
 def check_sparse_backward(theta: object) -> float:

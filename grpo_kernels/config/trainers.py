@@ -114,15 +114,20 @@ def advice(name: str) -> str | None:
     return None
 
 
-def left_to_the_loop(given: Mapping[str, Any], model_config: Any = None) -> Iterator[str]:
-    """A sentence for each option in `given`, vars of a trl.GRPOConfig, with which TRL's trainer computes another loss
-    than the loss function."""
-    given = {**given, "use_vllm": given["use_vllm"] and given["vllm_importance_sampling_correction"]}
+def left_to_the_loop(trl_options: Mapping[str, Any], model_config: Any = None) -> Iterator[str]:
+    """Yields a sentence for each option with which TRL's trainer computes another loss than the loss function does.
+
+    trl_options: vars of a trl.GRPOConfig.
+    """
+    trl_options = {
+        **trl_options,
+        "use_vllm": trl_options["use_vllm"] and trl_options["vllm_importance_sampling_correction"],
+    }
     for name, neutral in _NEUTRAL.items():
-        if given[name] not in neutral:
-            yield f"{name}={given[name]!r} is not part of the loss: {NAMES['TRL'][name]}"
+        if trl_options[name] not in neutral:
+            yield f"{name}={trl_options[name]!r} is not part of the loss: {NAMES['TRL'][name]}"
     text = getattr(model_config, "get_text_config", lambda: model_config)()
-    coefficient = given["router_aux_loss_coef"]
+    coefficient = trl_options["router_aux_loss_coef"]
     if coefficient is None and hasattr(text, "output_router_logits"):
         coefficient = getattr(text, "router_aux_loss_coef", None)  # TRL's default
     if coefficient:

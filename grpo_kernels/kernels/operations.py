@@ -261,9 +261,9 @@ class Backend:
     fused_logp(head: HeadChunk, entropy: bool) -> Statistics (C,): without logits. entropy: whether it is wanted.
     sparse_gradient(chunk, dlogp (N,), dentropy (N,), rule: SparseRule, out: SparseRows): `gradient` by this rule; the
         logits stay as they are. No pairs for a token without a gradient.
-    kept_ids(mask: TokenMask, sampled (N,), own: range, vocab_size: int, found: KeptRows): the kept ids of tokens, less
-        than K each, that are rows `own` of the whole vocabulary, as rows of the weight; the sampled one, wherever it is
-        missing, behind them. `mask`: whole, and not of a slice. No address depends on what an id is.
+    kept_ids(mask: TokenMask, sampled (N,), local_vocab: range, vocab_size: int, out: KeptRows): writes the kept ids of
+        tokens, less than K each, that lie in `local_vocab`, a range of the whole vocabulary, as rows of the weight;
+        behind them the sampled id, where it is missing. `mask`: of the whole vocabulary. No address depends on an id.
     kept_logits(hidden (N, H), weight (V, H), bias (V,) | None, kept: KeptIds, logits (C, K)): logits of kept ids,
         float32 or float64, -inf in places that are not used.
     kept_dhidden(dlogits (C, K), weight, kept: KeptIds, dhidden (N, H)): writes the tokens' rows of dhidden.

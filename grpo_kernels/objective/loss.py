@@ -96,22 +96,22 @@ def weighted(weight: Tensor, slope: Tensor, left_out: Tensor | None = None) -> T
     return (weight * slope).masked_fill_(weight.logical_not() if left_out is None else left_out, 0.0)
 
 
-def _of_sequences(tokens: Tokens, own: Tensor, logp: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _of_sequences(tokens: Tokens, token_log_ratio: Tensor, logp: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """(the log-ratio that the surrogate sees, the scale of the surrogate, d log-ratio / d logp of the token)."""
     c, sequences, A, scale = tokens.config, tokens.sequences, tokens.advantage, tokens.surrogate_scale
-    scored = torch.ones_like(own, dtype=torch.bool) if tokens.scored is None else tokens.scored
+    scored = torch.ones_like(token_log_ratio, dtype=torch.bool) if tokens.scored is None else tokens.scored
     lengths = tokens.lengths.at_least_one
-    own = torch.where(scored, own, 0.0)
+    token_log_ratio = torch.where(scored, token_log_ratio, 0.0)
     if c.surrogate == "vespo":
-        scale = vespo_weight(c, sequences, scored, own, tokens.rollout_weight, A)
+        scale = vespo_weight(c, sequences, scored, token_log_ratio, tokens.rollout_weight, A)
     if c.off_policy_mask_threshold is not None:
-        drift = -own
+        drift = -token_log_ratio
         if tokens.rollout is not None:  # tokens that the sampling engine could not score are left out of the mean
             drift = torch.where(scored & ~tokens.rollout.isnan(), tokens.rollout - logp, 0.0)
         dropped = off_policy_mask(sequences, lengths, drift, A, c.off_policy_mask_threshold)
-        scale = torch.where(dropped, 0.0, torch.ones_like(own) if scale is None else scale)
-    log_ratio, slope = sequence_log_ratio(c, sequences, lengths, scored, own, A)
-    return log_ratio, scale, slope
+        scale = torch.where(dropped, 0.0, torch.ones_like(token_log_ratio) if scale is None else scale)
+    log_ratio, dlog_ratio_dlogp = sequence_log_ratio(c, sequences, lengths, scored, token_log_ratio, A)
+    return log_ratio, scale, dlog_ratio_dlogp
 
 
 class DistillationLoss:

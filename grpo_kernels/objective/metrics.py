@@ -155,15 +155,15 @@ class Measured:
     """The sums of a call under the names of its metrics. others (M,): see Batch.others, with a teacher of K ids the
     probability of these behind them."""
 
-    def __init__(self, batch: Batch, found: Tensor, others: Tensor) -> None:
-        """found: the record (fields, N), or the sums in one row."""
+    def __init__(self, batch: Batch, measured: Tensor, others: Tensor) -> None:
+        """measured: the record (fields, N), or the sums in one row."""
         self.batch = batch
         config, tokens = batch.config, batch.tokens
-        if found.dim() == 1:
-            self.sums = Sums.of(found, batch.num_sequences)
+        if measured.dim() == 1:
+            self.sums = Sums.of(measured, batch.num_sequences)
         else:
-            self.sums = column_sums(batch, found)
-            field = dict(zip(batch.record_fields, found, strict=True))
+            self.sums = column_sums(batch, measured)
+            field = dict(zip(batch.record_fields, measured, strict=True))
             if "dentropy" in field:  # what the loss has less for the entropy
                 self.bonus = -weighted(field["dentropy"], field["entropy"]).sum()
         self.present = {
@@ -184,54 +184,54 @@ class Measured:
     def pairs(self, sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """metric -> (sum, count) of the metrics that this call has, from sums (..., K); views."""
         column = _columns(sums)
-        found = {
+        pairs = {
             name: (column[top], column[bottom])
             for name, (top, bottom, need) in _QUOTIENTS.items()
             if self.present[need]
         }
         if self.present["clipping"]:
-            found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"]
-        return found
+            pairs["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"]
+        return pairs
 
     def all_pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """metric -> (sum, count) of the batch; views."""
-        found, others = self.pairs(self.sums.totals) | self.of_rollout, self.others
+        all_pairs, others = self.pairs(self.sums.totals) | self.of_rollout, self.others
         if "mask" in others:
             # How often the sampled id had to be added to the ids of a sampling mask; and the probability mass of the
             # kept ids, which only tokens have whose other logits were computed: NaN unless all with a mask are such.
             tokens, added, mass, dense = others["mask"].unbind()
             mass = torch.where(dense == tokens, mass, torch.nan)
-            found |= {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, tokens)}
+            all_pairs |= {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, tokens)}
         if "sparse" in others:
             # Of tokens with a gradient: entries of d loss / d logits that are left; whether they took products instead.
             pairs, dense, tokens = others["sparse"].unbind()
-            found |= {"sparse/kept": (pairs, tokens), "sparse/dense": (dense, tokens)}
+            all_pairs |= {"sparse/kept": (pairs, tokens), "sparse/dense": (dense, tokens)}
         if len(others["teacher_mass"]):  # the probability that a teacher of K ids gives them
-            found["divergence/mass"] = others["teacher_mass"][0], _columns(self.sums.totals)["tokens"]
-        return found
+            all_pairs["divergence/mass"] = others["teacher_mass"][0], _columns(self.sums.totals)["tokens"]
+        return all_pairs
 
     def metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
         """metric -> (sum, count): copies, so that a caller may add the sums of other ranks in place."""
-        found = {name: (total.clone(), count.clone()) for name, (total, count) in self.all_pairs().items()}
+        sums = {name: (total.clone(), count.clone()) for name, (total, count) in self.all_pairs().items()}
         if (equal := self._equal_reward_groups()) is not None:
-            found["equal_reward_groups"] = equal.sum(), equal.new_full((), self.batch.num_groups)
-        return found
+            sums["equal_reward_groups"] = equal.sum(), equal.new_full((), self.batch.num_groups)
+        return sums
 
     def metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """metric -> scalar."""
         pairs, column = self.all_pairs(), _columns(self.sums.totals)
-        found = _divide(pairs) | derived_metrics(pairs) | self.rollout_extrema
+        metrics = _divide(pairs) | derived_metrics(pairs) | self.rollout_extrema
         # Like the means, 0 where there is nothing to look at.
         counts = torch.stack([column[name] for name in ("tokens", "tokens", "mismatch_count")])
         ratio_min, ratio_max, mismatch_max = torch.where(counts > 0, self.sums.extrema, 0.0).unbind()
-        found["ratio/min"], found["ratio/max"] = ratio_min, ratio_max
-        if "rollout_mismatch/mean" in found:
-            found["rollout_mismatch/max"] = mismatch_max
+        metrics["ratio/min"], metrics["ratio/max"] = ratio_min, ratio_max
+        if "rollout_mismatch/mean" in metrics:
+            metrics["rollout_mismatch/max"] = mismatch_max
         if self.batch.config.has_entropy_bonus:
-            found["policy_loss"] = loss.detach() + self.bonus
+            metrics["policy_loss"] = loss.detach() + self.bonus
         if (equal := self._equal_reward_groups()) is not None:
-            found["equal_reward_groups"] = equal.mean()
-        return found
+            metrics["equal_reward_groups"] = equal.mean()
+        return metrics
 
     def of_sequences(self) -> dict[str, Tensor]:
         """(S,) each: the sequence's share of the loss, its tokens, the mean of each metric over them."""
@@ -244,15 +244,15 @@ class Measured:
             return {}
         column = _columns(self.sums.groups)
         count = column["tokens"].clamp(min=1)
-        found = {name: column[name].clone() for name in ("loss", "tokens")}
+        means = {name: column[name].clone() for name in ("loss", "tokens")}
         if self.present["reference"]:
-            found["kl"] = column["kl"] / count
+            means["kl"] = column["kl"] / count
         clipped = column["cispo_clip"] if self.present["cap"] else column["clip_low"] + column["clip_high"]
-        found["clip_ratio"] = clipped / count
+        means["clip_ratio"] = clipped / count
         if self.batch.reward_statistics is not None:
             mean, std = self.batch.reward_statistics
-            found["reward_mean"], found["reward_std"] = mean.clone(), std.clone()
-        return found
+            means["reward_mean"], means["reward_std"] = mean.clone(), std.clone()
+        return means
 
     def _equal_reward_groups(self) -> Tensor | None:
         """(num_groups,) 1 where all rewards are equal, so that the group has no gradient; None without rewards."""

@@ -42,8 +42,8 @@ def rollout_sums(
     old, rollout, weights = inputs.old_logps, inputs.rollout_logps, inputs.rollout_weights
     if weights is None and (old is None or rollout is None):
         return {}, {}
-    sequences, given = sequences_of(shape, inputs.cu_seqlens, device), inputs.completion_mask
-    mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if given is None else given.reshape(-1)
+    sequences, given_mask = sequences_of(shape, inputs.cu_seqlens, device), inputs.completion_mask
+    mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if given_mask is None else given_mask.reshape(-1)
     columns, spread = {}, {}  # of tokens
     pairs: Pairs = {}
     extrema: dict[str, Tensor] = {}
@@ -51,9 +51,9 @@ def rollout_sums(
         w = _flat(weights).to(dtype)
         spread["rollout_weight"], columns["rollout_weight/dropped"] = w, w == 0
     if old is not None and rollout is not None:
-        own, known = log_ratios(old, rollout, mask)
-        lengths, total = sequences.sum(mask.to(own.dtype)), sequences.sum(own)
-        products, ratios = _ratio(total, dtype), _ratio(own, dtype)
+        token_log_ratios, known = log_ratios(old, rollout, mask)
+        lengths, total = sequences.sum(mask.to(token_log_ratios.dtype)), sequences.sum(token_log_ratios)
+        products, ratios = _ratio(total, dtype), _ratio(token_log_ratios, dtype)
         name = "rollout_ratio_sequence"
         moments = {f"{name}/mean": products, f"{name}/mean_square": products.square()}
         pairs, extrema = _summary(moments, {name: products}, lengths > 0, dtype)
@@ -90,20 +90,20 @@ def _summary(
 def derived_metrics(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """Returns what follows from (sum, count) of all ranks and micro-batches, 0 where nothing is counted: perplexities;
     of weights w the effective sample size as a share, (sum w)^2 / (n sum w^2), and chi-square, mean(w^2) - 1."""
-    found: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     if kinds := [name.removesuffix("/mean_square") for name in pairs if name.endswith("/mean_square")]:
         total, square = (torch.stack([pairs[f"{kind}/{x}"][0] for kind in kinds]) for x in ("mean", "mean_square"))
         count = torch.stack([pairs[f"{kind}/mean"][1] for kind in kinds])
         sizes = total**2 / torch.where(square == 0, 1.0, count * square)
         distances = torch.where(count > 0, square / count.clamp(min=1) - 1, 0.0)
         names = ["rollout_ess" if kind == "rollout_weight" else f"{kind}/ess" for kind in kinds]
-        found |= zip(names, sizes.unbind(), strict=True)
-        found |= zip([f"{kind}/chi_square" for kind in kinds], distances.unbind(), strict=True)
+        metrics |= zip(names, sizes.unbind(), strict=True)
+        metrics |= zip([f"{kind}/chi_square" for kind in kinds], distances.unbind(), strict=True)
     for engine in ("old", "rollout"):
         if f"nll/{engine}" in pairs:
             total, count = pairs[f"nll/{engine}"]
-            found[f"perplexity/{engine}"] = torch.where(count > 0, (total / count.clamp(min=1)).exp(), 0.0)
-    return found
+            metrics[f"perplexity/{engine}"] = torch.where(count > 0, (total / count.clamp(min=1)).exp(), 0.0)
+    return metrics
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -70,26 +70,26 @@ class Sequences:
 
 
 def sequence_log_ratio(
-    c: LossConfig, sequences: Sequences, lengths: Tensor, scored: Tensor, own: Tensor, A: Tensor
+    c: LossConfig, sequences: Sequences, lengths: Tensor, scored: Tensor, log_ratio: Tensor, A: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns (log-ratio that the surrogate sees (N,), its derivative by the token's own logp (N,)).
 
-    own (N,): log-ratios of the tokens, 0 where not scored; lengths (S,): scored tokens, at least 1.
+    log_ratio (N,): those of the tokens, 0 where not scored; lengths (S,): scored tokens, at least 1.
     """
-    level, slope = c.importance_sampling_level, scored.to(own.dtype)
+    level, dlog_ratio_dlogp = c.importance_sampling_level, scored.to(log_ratio.dtype)
     if level == "token":
-        return own, slope
+        return log_ratio, dlog_ratio_dlogp
     is_mean = level != "sequence_sum"
     if is_mean:
-        slope = slope / sequences.to_tokens(lengths)
+        dlog_ratio_dlogp = dlog_ratio_dlogp / sequences.to_tokens(lengths)
     if c.surrogate == "gmpo":
         # Sign-aware clamp of every token before the mean: it only ever makes the objective smaller.
-        clamped = own.clamp(-c.epsilon_low, c.epsilon_high)
-        narrow = torch.where(A > 0, own.minimum(clamped), own.maximum(clamped))
-        slope = torch.where(narrow == own, slope, 0.0)
-        own = narrow
-    total = sequences.sum(own)
-    return sequences.to_tokens(total / lengths if is_mean else total), slope
+        clamped = log_ratio.clamp(-c.epsilon_low, c.epsilon_high)
+        smaller = torch.where(A > 0, log_ratio.minimum(clamped), log_ratio.maximum(clamped))
+        dlog_ratio_dlogp = torch.where(smaller == log_ratio, dlog_ratio_dlogp, 0.0)
+        log_ratio = smaller
+    total = sequences.sum(log_ratio)
+    return sequences.to_tokens(total / lengths if is_mean else total), dlog_ratio_dlogp
 
 
 def off_policy_mask(sequences: Sequences, lengths: Tensor, drift: Tensor, A: Tensor, threshold: float) -> Tensor:
@@ -100,11 +100,11 @@ def off_policy_mask(sequences: Sequences, lengths: Tensor, drift: Tensor, A: Ten
 
 
 def vespo_weight(
-    c: LossConfig, sequences: Sequences, scored: Tensor, own: Tensor, rollout_weight: Tensor | None, A: Tensor
+    c: LossConfig, sequences: Sequences, scored: Tensor, log_ratio: Tensor, rollout_weight: Tensor | None, A: Tensor
 ) -> Tensor:
     """Returns (N,) phi(w) = exp(lambda + k ln w - lambda w), w the weight of the whole sequence, with the rollout's."""
     low = math.log(1e-8)
-    log_w = own.clamp(-20.0, 20.0)
+    log_w = log_ratio.clamp(-20.0, 20.0)
     if rollout_weight is not None:
         log_w = torch.where(scored, log_w + rollout_weight.log().clamp(low, 20.0), 0.0)
     log_w = sequences.to_tokens(sequences.sum(log_w).clamp(low, 20.0))

@@ -100,10 +100,10 @@ def rules_of(inputs: TokenInputs, config: LossConfig, per_sequence: bool, has_te
     """Returns the rules of a call, kept with the configuration. per_sequence: advantages and rollout weights are the
     same for all tokens of a sequence."""
     key = per_sequence, has_teacher, *map(type, inputs)
-    found: Rules | None = config.derived.get(key)
-    if found is None:
-        found = config.derived[key] = _derive(inputs, config, per_sequence, has_teacher)
-    return found
+    rules: Rules | None = config.derived.get(key)
+    if rules is None:
+        rules = config.derived[key] = _derive(inputs, config, per_sequence, has_teacher)
+    return rules
 
 
 def plan(
@@ -204,10 +204,10 @@ def _entropy_weight(
         if inputs.entropy_normalizer is not None:
             each = -number / inputs.entropy_normalizer
         else:
-            own: Tensor | float = 1.0
+            call_share: Tensor | float = 1.0
             if inputs.normalizer is not None:
-                own = denominator(config, lengths, None) / inputs.normalizer
-            each = -number * own / lengths.total
+                call_share = denominator(config, lengths, None) / inputs.normalizer
+            each = -number * call_share / lengths.total
         each = each.to(weight.dtype).expand(weight.shape)
         each = each.contiguous() if mask is None else torch.where(mask, each, 0.0)
     return each if inputs.entropy_coef is None else each * inputs.entropy_coef.to(weight.dtype)

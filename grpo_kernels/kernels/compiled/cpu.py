@@ -46,19 +46,20 @@ class CpuKernels:
         rows, capacity = row_arguments(chunk, dlogp, dentropy), out.ids.shape[1]
         self.module.sparse_gradient(*rows, *out, capacity, *rule, torch.get_num_threads())
 
-    def kept_ids(self, mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
-        (rows, ids), token_of, columns, added = found
+    def kept_ids(self, mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: KeptRows) -> None:
+        (rows, ids), token_of, columns, added = out
         self.module.kept_ids(
-            mask.ids, mask.ids.dtype == torch.int64, len(mask.ids), mask.ends, sampled, own.start, len(own), vocab_size,
-            rows.start, rows.index, *ids.shape, ids, token_of, columns, added, torch.get_num_threads(),
+            mask.ids, mask.ids.dtype == torch.int64, len(mask.ids), mask.ends, sampled, local_vocab.start,
+            len(local_vocab), vocab_size, rows.start, rows.index, *ids.shape, ids, token_of, columns, added,
+            torch.get_num_threads(),
         )  # fmt: skip
 
     def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         self.module.kept_logits(*_kept(hidden, weight, bias, kept), logits, torch.get_num_threads())
 
     def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
-        given = _kept(None, weight, None, kept)
-        self.module.kept_dhidden(*given, dlogits, *matrix(dhidden), False, torch.get_num_threads())
+        kept_args = _kept(None, weight, None, kept)
+        self.module.kept_dhidden(*kept_args, dlogits, *matrix(dhidden), False, torch.get_num_threads())
 
     def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
         self.module.kept_dweight(

@@ -122,12 +122,12 @@ class CudaKernels:
         capability = 10 * major + minor
         if self.module.image_for(capability):
             return ""
-        found = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+        device_info = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
         if capability < OLDEST_CAPABILITY:
-            return f"{found}, and the CUDA kernels need {OLDEST_CAPABILITY / 10} or later: use another backend"
+            return f"{device_info}, and the CUDA kernels need {OLDEST_CAPABILITY / 10} or later: use another backend"
         return (
-            f"{found}, and the CUDA kernels were built for {self.module.built_architectures()}: update the driver, "
-            f"or in a clone run GRPO_KERNELS_CUDA_ARCHS={capability} pip install ."
+            f"{device_info}, and the CUDA kernels were built for {self.module.built_architectures()}: update the "
+            f"driver, or in a clone run GRPO_KERNELS_CUDA_ARCHS={capability} pip install ."
         )
 
 

@@ -20,26 +20,26 @@ from ..operations import KeptIds, KeptPairs, KeptRows, TokenMask
 PIECE_ELEMENTS = 2**24
 
 
-def kept_ids(mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
-    """Into `found`: see operations.py."""
-    (rows, ids), token_of, columns, added = found
+def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: KeptRows) -> None:
+    """Writes `out`: see operations.py."""
+    (rows, ids), token_of, columns, added = out
     index = rows.tokens(ids.device)
     first, count, sampled = mask.firsts[index, None], mask.counts[index, None], sampled[index, None]
     kept, used = padded(mask.ids, first, count, ids.shape[1])
     is_sampled = used & (kept == sampled)
     wrong = used & ((kept < 0) | (kept >= vocab_size))
-    is_here = (sampled >= own.start) & (sampled < own.stop) & ~wrong.any(1, keepdim=True)
+    is_local = (sampled >= local_vocab.start) & (sampled < local_vocab.stop) & ~wrong.any(1, keepdim=True)
     before = torch.zeros_like(first)
-    if len(own) < vocab_size:
-        before = (used & (kept < own.start)).sum(1, keepdim=True)
-        count = (used & (kept >= own.start) & (kept < own.stop)).sum(1, keepdim=True)
+    if len(local_vocab) < vocab_size:
+        before = (used & (kept < local_vocab.start)).sum(1, keepdim=True)
+        count = (used & (kept >= local_vocab.start) & (kept < local_vocab.stop)).sum(1, keepdim=True)
         kept, used = padded(mask.ids, first + before, count, ids.shape[1])
     is_added = ~is_sampled.any(1, keepdim=True)
     place = torch.where(is_added, count, is_sampled.int().argmax(1, keepdim=True) - before)
-    ids.copy_(torch.where(used, (kept - own.start).clamp_(0, len(own) - 1), -1))
-    ids.scatter_(1, count.long(), torch.where(is_added & is_here, sampled - own.start, -1).to(torch.int32))
+    ids.copy_(torch.where(used, (kept - local_vocab.start).clamp_(0, len(local_vocab) - 1), -1))
+    ids.scatter_(1, count.long(), torch.where(is_added & is_local, sampled - local_vocab.start, -1).to(torch.int32))
     token_of.copy_(index[:, None])
-    columns[index] = torch.where(is_here, place, -1).squeeze(1)
+    columns[index] = torch.where(is_local, place, -1).squeeze(1)
     added.copy_(is_added.squeeze(1))
 
 
@@ -55,10 +55,10 @@ def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptI
         ids = kept.ids[piece]
         used = ids.clamp(min=0)
         rows = hidden[_tokens(kept)[piece]].to(logits.dtype)
-        found = torch.bmm(weight[used].to(logits.dtype), rows[:, :, None]).squeeze(2)
+        piece_logits = torch.bmm(weight[used].to(logits.dtype), rows[:, :, None]).squeeze(2)
         if bias is not None:
-            found += bias[used]
-        logits[piece] = found.masked_fill_(ids < 0, -torch.inf)
+            piece_logits += bias[used]
+        logits[piece] = piece_logits.masked_fill_(ids < 0, -torch.inf)
 
 
 def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
@@ -80,22 +80,22 @@ def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Ten
     ids, order = pairs.ids.sort(stable=True)
     last: tuple[Tensor, Tensor, Tensor] | None = None  # the last id of a piece: it, its sum, what was there before
     for piece in _pieces(len(ids), hidden.shape[1]):
-        own, pair = ids[piece].long(), order[piece]
-        segment = own.diff(prepend=own[:1]).ne(0).cumsum(0)
-        starts = torch.searchsorted(segment, torch.arange(len(own) + 1, device=own.device))
+        piece_ids, pair = ids[piece].long(), order[piece]
+        segment = piece_ids.diff(prepend=piece_ids[:1]).ne(0).cumsum(0)
+        starts = torch.searchsorted(segment, torch.arange(len(piece_ids) + 1, device=piece_ids.device))
         terms = dlogits[pair, None] * hidden[pairs.token_of[pair]].to(dlogits.dtype)
-        sums = torch.segment_reduce(terms.masked_fill_(own[:, None] < 0, 0.0), "sum", offsets=starts, unsafe=True)
-        found = own[starts[:-1].clamp(max=len(own) - 1)]
-        before = dweight[found.clamp(min=0)].to(sums.dtype)
+        sums = torch.segment_reduce(terms.masked_fill_(piece_ids[:, None] < 0, 0.0), "sum", offsets=starts, unsafe=True)
+        segment_ids = piece_ids[starts[:-1].clamp(max=len(piece_ids) - 1)]
+        before = dweight[segment_ids.clamp(min=0)].to(sums.dtype)
         if last is not None:
-            goes_on = (found[:1] == last[0])[:, None]
+            goes_on = (segment_ids[:1] == last[0])[:, None]
             sums[:1] += torch.where(goes_on, last[1], 0.0)
             before[:1] = torch.where(goes_on, last[2], before[:1])
         end = segment[-1:]
-        last = found[end], sums[end], before[end]
-        place = torch.arange(len(own), device=own.device)
-        source = torch.where((place > end) | (found < 0), end, place)
-        dweight[found[source].clamp(min=0)] = (before + sums)[source].to(dweight.dtype)
+        last = segment_ids[end], sums[end], before[end]
+        position = torch.arange(len(piece_ids), device=piece_ids.device)
+        source = torch.where((position > end) | (segment_ids < 0), end, position)
+        dweight[segment_ids[source].clamp(min=0)] = (before + sums)[source].to(dweight.dtype)
 
 
 def _tokens(kept: KeptIds) -> Tensor:

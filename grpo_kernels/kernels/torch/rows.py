@@ -20,11 +20,11 @@ SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32, and `divergen
 def statistics(chunk: LogitChunk) -> None:
     rows, temperature = chunk.rows, chunk.rows.take(chunk.temperature)
     z, _ = transformed(chunk.logits, chunk.bias, temperature, chunk.transform)
-    found = _row_statistics(z, rows.take(chunk.ids))
-    for destination, x in zip(chunk.stats, found, strict=True):
+    computed = _row_statistics(z, rows.take(chunk.ids))
+    for destination, x in zip(chunk.stats, computed, strict=True):
         rows.put(destination, x)
     if chunk.teacher is not None:
-        log_p, _ = _log_p(chunk, temperature, found.lse)
+        log_p, _ = _log_p(chunk, temperature, computed.lse)
         put_divergence(chunk.rows, chunk.teacher, log_p, temperature)
 
 
@@ -32,45 +32,45 @@ def divergence(chunk: LogitChunk) -> Tensor:
     teacher, parts, done = chunk.teacher, [], 0
     assert teacher is not None
     for rows in chunk.rows.split(max(1, SCALED_AT_ONCE // chunk.logits.shape[1])):
-        own, done = slice(done, done + rows.count), done + rows.count
+        part_rows, done = slice(done, done + rows.count), done + rows.count
         temperature = rows.take(chunk.temperature)
-        log_p, _ = _log_p(chunk._replace(logits=chunk.logits[own]), temperature, rows.take(chunk.stats.lse))
-        z, _ = transformed(teacher.logits[own], teacher.bias, temperature, teacher.transform)
+        log_p, _ = _log_p(chunk._replace(logits=chunk.logits[part_rows]), temperature, rows.take(chunk.stats.lse))
+        z, _ = transformed(teacher.logits[part_rows], teacher.bias, temperature, teacher.transform)
         parts.append(torch.stack(sums(log_p, minus_lse(z, rows.take(teacher.lse)), teacher.transform)))
     return torch.cat(parts, 1)
 
 
 def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) -> None:
-    given = chunk.ids, chunk.temperature, chunk.stats.lse, chunk.stats.entropy, dlogp, dentropy
-    ids, temperature, lse, entropy, dlogp, dentropy = (chunk.rows.take(x) for x in given)
-    log_p, chain = _log_p(chunk, temperature, lse)
+    per_token = chunk.ids, chunk.temperature, chunk.stats.lse, chunk.stats.entropy, dlogp, dentropy
+    ids, temperature, lse, entropy, dlogp, dentropy = (chunk.rows.take(x) for x in per_token)
+    log_p, softcap_slope = _log_p(chunk, temperature, lse)
     p = log_p.exp()
     known, sampled = (ids >= 0)[:, None], ids.clamp(min=0)[:, None]  # -1: in another rank's slice of the vocabulary
     logp = log_p.gather(1, sampled).squeeze(1)
-    of_teacher = None
+    d_teacher = None
     if chunk.teacher is not None:
-        of_teacher = divergence_gradient(chunk.rows, chunk.teacher, log_p, temperature)
+        d_teacher = divergence_gradient(chunk.rows, chunk.teacher, log_p, temperature)
     # Whether any gradient goes through the entropy is stored on the device; to read it would end the capture of a
     # CUDA graph. Where none does, an entropy of NaN must not matter; where p is 0, any finite log p will do.
     entropy = torch.where(dentropy == 0, 0.0, entropy)
-    slope = log_p.clamp_(min=LOWEST_LOG_P).add_(entropy[:, None]).mul_(dentropy[:, None])
-    dz = p.mul_(slope.add_(dlogp[:, None])).neg_()
-    of_sampled = gradient_of_sampled(logp, entropy, dlogp, dentropy)[:, None]
-    dz.scatter_(1, sampled, torch.where(known, of_sampled, dz.gather(1, sampled)))
+    entropy_term = log_p.clamp_(min=LOWEST_LOG_P).add_(entropy[:, None]).mul_(dentropy[:, None])
+    dz = p.mul_(entropy_term.add_(dlogp[:, None])).neg_()
+    d_sampled = gradient_of_sampled(logp, entropy, dlogp, dentropy)[:, None]
+    dz.scatter_(1, sampled, torch.where(known, d_sampled, dz.gather(1, sampled)))
     zero_gradient = (dlogp == 0) & (dentropy == 0)
-    if chunk.teacher is not None and of_teacher is not None:
-        dz.masked_fill_(zero_gradient[:, None], 0.0).add_(of_teacher)
+    if chunk.teacher is not None and d_teacher is not None:
+        dz.masked_fill_(zero_gradient[:, None], 0.0).add_(d_teacher)
         zero_gradient &= chunk.rows.take(chunk.teacher.weight) == 0
     dz.mul_((chunk.transform.logit_scale / temperature)[:, None])
-    if chain is not None:
-        dz.mul_(chain)
+    if softcap_slope is not None:
+        dz.mul_(softcap_slope)
     out.copy_(dz.masked_fill_(zero_gradient[:, None], 0.0))
 
 
 def gradient_of_sampled(logp: Tensor, entropy: Tensor, dlogp: Tensor, dentropy: Tensor) -> Tensor:
     """(C,) d loss / d z of the sampled id, from its log-probability; exact where p is near 1."""
-    slope = dentropy * (logp.clamp(min=LOWEST_LOG_P) + entropy)
-    return -dlogp * logp.expm1() - logp.exp() * slope
+    entropy_term = dentropy * (logp.clamp(min=LOWEST_LOG_P) + entropy)
+    return -dlogp * logp.expm1() - logp.exp() * entropy_term
 
 
 def sparse_gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: SparseRule, out: SparseRows) -> None:
@@ -118,5 +118,5 @@ def _row_statistics(z: Tensor, ids: Tensor) -> Statistics:
 
 def _log_p(chunk: LogitChunk, temperature: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
     """(log-probabilities (C, V), the softcap's derivative or None) from the log-sum-exp (C,)."""
-    z, chain = transformed(chunk.logits, chunk.bias, temperature, chunk.transform)
-    return minus_lse(z, lse), chain
+    z, softcap_slope = transformed(chunk.logits, chunk.bias, temperature, chunk.transform)
+    return minus_lse(z, lse), softcap_slope

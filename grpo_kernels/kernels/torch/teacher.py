@@ -21,9 +21,9 @@ def put_divergence(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperatur
     """Writes the divergence, its offset and the teacher's log-sum-exp of a chunk's tokens. log_p (C, V)."""
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
     lse = z.double().logsumexp(-1)
-    found = sums(log_p, minus_lse(z, lse), teacher.transform)
-    for kept, x in zip((teacher.divergence, teacher.offset), found, strict=True):
-        rows.put(kept, x)
+    results = sums(log_p, minus_lse(z, lse), teacher.transform)
+    for destination, x in zip((teacher.divergence, teacher.offset), results, strict=True):
+        rows.put(destination, x)
     rows.put(teacher.lse, lse)
 
 

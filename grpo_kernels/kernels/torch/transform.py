@@ -15,13 +15,13 @@ def transformed(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     z = logits.to(dtype, copy=True) if bias is None else logits.to(dtype) + bias
     z = z.mul_(params.logit_scale)
-    chain = None
+    softcap_slope = None
     if params.softcap:
         excluded = z == -torch.inf  # an id that is excluded stays so; the derivative is 0 there
         tanh = z.div_(params.softcap).tanh_()
-        chain = 1 - tanh * tanh
+        softcap_slope = 1 - tanh * tanh
         z = tanh.mul_(params.softcap).masked_fill_(excluded, -torch.inf)
-    return z.div_(temperature[:, None]), chain
+    return z.div_(temperature[:, None]), softcap_slope
 
 
 def minus_lse(z: Tensor, lse: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ def on_device(launcher: Callable[P, Result]) -> Callable[P, Result]:
     """Launches on the device of the tensors and its current stream: Triton takes the current device."""
 
     @wraps(launcher)
-    def launch(*given: P.args, **named: P.kwargs) -> Result:
-        device = _device_of(given)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> Result:
+        device = _device_of(args)
         if device is None or device.type != "cuda":
-            return launcher(*given, **named)
+            return launcher(*args, **kwargs)
         with torch.cuda.device(device):
-            return launcher(*given, **named)
+            return launcher(*args, **kwargs)
 
     return launch
 

@@ -190,9 +190,9 @@ def repair_kernel(
         columns = first + tl.arange(0, COLUMNS)
         y, slope = row_logits(h, weight, head, columns, CAPPED, BLOCK)
         sums = add_block(y[None, :], sums, to_exponent)
-        own = columns == id_
-        y_id += tl.sum(tl.where(own, y, 0.0), 0)
-        slope_id += tl.sum(tl.where(own, slope, 0.0), 0)
+        is_sampled = columns == id_
+        y_id += tl.sum(tl.where(is_sampled, y, 0.0), 0)
+        slope_id += tl.sum(tl.where(is_sampled, slope, 0.0), 0)
     top, total, moment = sums
     log_sum = tl.log(total)
     logp = ((y_id - top).to(tl.float64) * to_z - log_sum).to(tl.float32)

@@ -87,8 +87,8 @@ def partial_kernel(
     tl.store(at, sums.top.to(tl.float64), mask=rows.live)
     tl.store(at + plane, sums.exps, mask=rows.live)
     tl.store(at + 2 * plane, sums.moment, mask=rows.live)
-    own = (rows.ids >= first_tile * BLOCK_V) & (rows.ids < last_tile * BLOCK_V)
-    tl.store(y_ids + rows.at, y_id, mask=rows.live & own)
+    has_sampled = (rows.ids >= first_tile * BLOCK_V) & (rows.ids < last_tile * BLOCK_V)
+    tl.store(y_ids + rows.at, y_id, mask=rows.live & has_sampled)
 
 
 @triton.jit(do_not_specialize=["ids", "temperature", "count", "parts"])
@@ -186,8 +186,8 @@ def store_tile(acc, first_column, rows, y_id, exps_at, sums, head, TILES: tl.con
     """The epilogue: stores E of logits (BLOCK_M, columns), extends the sums over all but the sampled id."""
     columns = first_column + tl.arange(0, acc.shape[1])
     y, slope = to_logits(acc, columns, head, TILES)
-    own = is_id(rows.ids, first_column, acc.shape[1])
-    e, sums = add_exponentials(y, slope, y_id, rows.to_exponent, own, sums)
+    is_sampled = is_id(rows.ids, first_column, acc.shape[1])
+    e, sums = add_exponentials(y, slope, y_id, rows.to_exponent, is_sampled, sums)
     inside = rows.live[:, None] & (columns < head.vocab)[None, :]
     tl.store(exps_at[:, None] + columns[None, :], e.to(exps_at.dtype.element_ty), mask=inside)
     return sums

@@ -48,9 +48,12 @@ def mask_ids(ids, place, live, total):
     return tl.load(ids + place, mask=live & (place >= 0) & (place < total), other=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["ids", "ends", "sampled", "index", "total", "own_first", "own_count", "vocab", "added"])
+_PER_CALL = ["ids", "ends", "sampled", "index", "total", "local_first", "local_count", "vocab", "added"]
+
+
+@triton.jit(do_not_specialize=_PER_CALL)
 def ids_kernel(
-    ids, ends, sampled, index, total, own_first, own_count, vocab, kept, token_of, columns, added, slots
+    ids, ends, sampled, index, total, local_first, local_count, vocab, kept, token_of, columns, added, slots
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(index + row)
@@ -59,24 +62,24 @@ def ids_kernel(
     wanted = tl.load(sampled + token)
     place = tl.arange(0, IDS).to(tl.int64)
     before = tl.zeros((IDS,), tl.int64)
-    own = tl.zeros((IDS,), tl.int64)
+    num_local = tl.zeros((IDS,), tl.int64)
     wrong = tl.zeros((IDS,), tl.int64)
-    found = tl.zeros((IDS,), tl.int64)  # 1 behind the sampled id
+    sampled_end = tl.zeros((IDS,), tl.int64)  # 1 behind the sampled id
     for start in range(0, count, IDS):
         live = start + place < count
         id_ = mask_ids(ids, first + start + place, live, total)
-        before += (live & (id_ < own_first)).to(tl.int64)
-        own += (live & (id_ >= own_first) & (id_ < own_first + own_count)).to(tl.int64)
+        before += (live & (id_ < local_first)).to(tl.int64)
+        num_local += (live & (id_ >= local_first) & (id_ < local_first + local_count)).to(tl.int64)
         wrong += (live & ((id_ < 0) | (id_ >= vocab))).to(tl.int64)
-        found = tl.where(live & (id_ == wanted), start + place + 1, found)
-    skipped, held, behind = tl.sum(before, 0), tl.sum(own, 0), tl.max(found, 0)
-    local = wanted - own_first
-    is_here = (local >= 0) & (local < own_count) & (tl.sum(wrong, 0) == 0)
+        sampled_end = tl.where(live & (id_ == wanted), start + place + 1, sampled_end)
+    skipped, held, behind = tl.sum(before, 0), tl.sum(num_local, 0), tl.max(sampled_end, 0)
+    local = wanted - local_first
+    is_here = (local >= 0) & (local < local_count) & (tl.sum(wrong, 0) == 0)
     extra = tl.where(is_here & (behind == 0), local, -1)
     for start in range(0, slots, IDS):
         slot = start + place
-        id_ = mask_ids(ids, first + skipped + slot, slot < held, total) - own_first
-        id_ = tl.minimum(tl.maximum(id_, 0), own_count - 1)
+        id_ = mask_ids(ids, first + skipped + slot, slot < held, total) - local_first
+        id_ = tl.minimum(tl.maximum(id_, 0), local_count - 1)
         id_ = tl.where(slot < held, id_, tl.where(slot == held, extra, -1))
         tl.store(kept + row * slots + slot, id_.to(tl.int32), mask=slot < slots)
         tl.store(token_of + row * slots + slot, (tl.zeros_like(slot) + token).to(tl.int32), mask=slot < slots)
@@ -112,10 +115,10 @@ def logits_kernel(hidden, weight, bias, index, ids, logits, slots, width):
         x = tl.load(h + columns, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(rows + columns[None, :], mask=used[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += w * x[None, :]
-    found = tl.sum(total, 1)
+    row_logits = tl.sum(total, 1)
     if bias is not None:
-        found += tl.load(bias + tl.where(used, id_, 0), mask=used, other=0.0)
-    tl.store(logits + place, tl.where(used, found, -float("inf")), mask=slot < slots)
+        row_logits += tl.load(bias + tl.where(used, id_, 0), mask=used, other=0.0)
+    tl.store(logits + place, tl.where(used, row_logits, -float("inf")), mask=slot < slots)
 
 
 @triton.jit
@@ -160,12 +163,12 @@ def dweight_kernel(factors, tokens, hidden, starts, dweight, width, ADD: tl.cons
 # --- launchers ------------------------------------------------------------------------------------------------------
 
 
-def kept_ids(mask: TokenMask, sampled: Tensor, own: range, vocab_size: int, found: KeptRows) -> None:
-    """Into `found`: see operations.py."""
-    (rows, ids), token_of, columns, added = found
+def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: KeptRows) -> None:
+    """Writes `out`: see operations.py."""
+    (rows, ids), token_of, columns, added = out
     ids_kernel[(ids.shape[0],)](
-        mask.ids, mask.ends, sampled, rows.index, mask.ids.numel(), own.start, len(own), vocab_size, ids,
-        token_of, columns, added.view(torch.uint8), ids.shape[1], num_warps=1,
+        mask.ids, mask.ends, sampled, rows.index, mask.ids.numel(), local_vocab.start, len(local_vocab), vocab_size,
+        ids, token_of, columns, added.view(torch.uint8), ids.shape[1], num_warps=1,
     )  # fmt: skip
 
 

@@ -186,8 +186,8 @@ def token_kernel(
 @triton.jit
 def add_column(sums, column: tl.constexpr, values):
     """sums (SEQUENCES, COLUMN_WIDTH) float64 with the row sums of values (SEQUENCES, BLOCK) added in one column."""
-    here = tl.arange(0, COLUMN_WIDTH)[None, :] == column
-    return sums + tl.where(here, tl.sum(values.to(tl.float64), 1)[:, None], 0.0)
+    is_column = tl.arange(0, COLUMN_WIDTH)[None, :] == column
+    return sums + tl.where(is_column, tl.sum(values.to(tl.float64), 1)[:, None], 0.0)
 
 
 @triton.jit
@@ -318,7 +318,7 @@ def objective(
 ) -> Tensor | None:
     """Writes d loss / d logp (N,) of these tokens. Without rows of all tokens; then it returns Sums in one row."""
     launch, count = launch_of(logp.device).tokens, inputs.num_sequences
-    given = (
+    loss_inputs = (
         logp, dlogp, inputs.advantage, inputs.dloss_direct, inputs.dloss_via_ratio, inputs.old, inputs.ref,
         inputs.surrogate_scale, inputs.numbers, Variant(inputs.surrogate, inputs.kl, inputs.surrogate in CLIPPING),
     )  # fmt: skip
@@ -326,14 +326,14 @@ def objective(
         block = launch.sequences * launch.block
         if rows.count:
             token_kernel[(triton.cdiv(rows.count, block),)](
-                place(rows), rows.count, *given, BLOCK=block, num_warps=launch.num_warps
+                place(rows), rows.count, *loss_inputs, BLOCK=block, num_warps=launch.num_warps
             )  # fmt: skip
         return None
     numbers, exact, counter = memory_of_sums(inputs)
     scored = None if inputs.scored is None else inputs.scored.view(torch.uint8)
     sequence_kernel[(max(1, triton.cdiv(count, launch.sequences)),)](
         inputs.offsets, count, scored, entropy, inputs.rollout, inputs.rollout_weight, inputs.group_index,
-        inputs.num_groups, numbers, exact, counter, *given, SEQUENCES=launch.sequences, BLOCK=launch.block,
+        inputs.num_groups, numbers, exact, counter, *loss_inputs, SEQUENCES=launch.sequences, BLOCK=launch.block,
         num_warps=launch.num_warps,
     )  # fmt: skip
     return numbers

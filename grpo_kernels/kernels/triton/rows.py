@@ -340,10 +340,10 @@ def store_columns(row, du, first, end, terms, pair, p, OPTIONS: tl.constexpr, CO
 
 @triton.jit(do_not_specialize=["ids", "place", "temperature", "dlogp", "dentropy", "count", "weight"])
 def gradient_kernel(
-    logits, ids, place, temperature, stats, dlogp, dentropy, count, gradient, p, teacher, found, weight, q,
+    logits, ids, place, temperature, stats, dlogp, dentropy, count, gradient, p, teacher, teacher_stats, weight, q,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """With a `teacher` also the gradient of the divergence, from what its kernel has `found`."""
+    """With a `teacher` also the gradient of the divergence, from `teacher_stats`."""
     BLOCK: tl.constexpr = OPTIONS.block
     at = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
@@ -354,10 +354,10 @@ def gradient_kernel(
         at = rows_of_program(teacher, ids, place, temperature, count, OPTIONS.rows)
         other = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], teacher.bias, teacher.vocab)
         to_z, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
-        other_top, other_log_sum = split_lse(tl.load(found.lse + row.token, mask=row.live, other=0.0), to_z)
+        other_top, other_log_sum = split_lse(tl.load(teacher_stats.lse + row.token, mask=row.live, other=0.0), to_z)
         policy, other_side = Side(terms.top, scales[0], log_sum), Side(other_top, to_z, other_log_sum)
         ddivergence = tl.load(weight + row.token, mask=row.live, other=0.0)
-        offset = tl.load(found.offset + row.token, mask=row.live, other=0.0)
+        offset = tl.load(teacher_stats.offset + row.token, mask=row.live, other=0.0)
         pair = Pair(other, policy, other_side, ddivergence, ddivergence * scales[1].to(tl.float32), offset, q)
         terms = add_divergence(row, terms, pair, p, OPTIONS)
 
@@ -429,6 +429,6 @@ def teacher_of(chunk: LogitChunk) -> tuple[Any, ...]:
     teacher = chunk.teacher
     if teacher is None:
         return None, None, None, None
-    found = TeacherStatistics(teacher.divergence, teacher.offset, teacher.lse)
+    teacher_stats = TeacherStatistics(teacher.divergence, teacher.offset, teacher.lse)
     numbers = TeacherScalars._make(map(float, teacher.transform[1:]))
-    return logits_of(teacher.logits, teacher.bias), found, teacher.weight, numbers
+    return logits_of(teacher.logits, teacher.bias), teacher_stats, teacher.weight, numbers

@@ -57,7 +57,7 @@ def add_columns(row, other, first, end, sums, sides, p, q, OPTIONS: tl.constexpr
 
 @triton.jit(do_not_specialize=["ids", "place", "temperature", "count"])
 def divergence_kernel(
-    logits, ids, place, temperature, stats, teacher, found, count, p, q, OPTIONS: tl.constexpr
+    logits, ids, place, temperature, stats, teacher, teacher_stats, count, p, q, OPTIONS: tl.constexpr
 ):  # fmt: skip
     # The compiler trades registers for occupancy: with these blocks it spills at most one register.
     BLOCK: tl.constexpr = OPTIONS.block if OPTIONS.divergence == "jsd" else OPTIONS.block // 2
@@ -86,9 +86,9 @@ def divergence_kernel(
         total = q.divergence_beta * total + (1.0 - q.divergence_beta) * offset
     elif OPTIONS.divergence == "reverse_kl":
         offset = total
-    tl.store(found.divergence + row.token, total.to(tl.float32), mask=row.live)
-    tl.store(found.offset + row.token, offset.to(tl.float32), mask=row.live)
-    tl.store(found.lse + row.token, other_sums.top.to(tl.float64) * to_z2 + log_sum, mask=row.live)
+    tl.store(teacher_stats.divergence + row.token, total.to(tl.float32), mask=row.live)
+    tl.store(teacher_stats.offset + row.token, offset.to(tl.float32), mask=row.live)
+    tl.store(teacher_stats.lse + row.token, other_sums.top.to(tl.float64) * to_z2 + log_sum, mask=row.live)
 
 
 def statistics(chunk: LogitChunk) -> None:
@@ -96,7 +96,8 @@ def statistics(chunk: LogitChunk) -> None:
     rows.statistics(chunk)
     if chunk.teacher is not None:
         grid, options = row_options(chunk)
-        logits, found, _, numbers = teacher_of(chunk)
+        logits, teacher_stats, _, numbers = teacher_of(chunk)
         divergence_kernel[grid](
-            *read_by(chunk), chunk.stats, logits, found, len(chunk.logits), scalars(chunk.transform), numbers, **options
+            *read_by(chunk), chunk.stats, logits, teacher_stats, len(chunk.logits), scalars(chunk.transform), numbers,
+            **options,
         )  # fmt: skip
