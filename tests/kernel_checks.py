@@ -337,7 +337,7 @@ def check_exponentials(
     biased: bool = False,
 ) -> None:
     """exponentials of a few rows of logits of this type: apart from them and over their front, for neighbours among the
-    tokens and for a list of tokens. -unit E is d logp / d logits, within the rounding of E."""
+    tokens and for a list of tokens. -row_scale E is d logp / d logits, within the rounding of E."""
     count, tokens = 10, 23
     values, ids = make_logits(count, vocab, torch.bfloat16)
     ids[8] = ids[9] = min(5, vocab - 1)
@@ -369,15 +369,15 @@ def check_exponentials(
                 out, around = over_the_front(logits, buffer, torch.bfloat16), buffer
             stats = filled_statistics(tokens)
             t_ids, t_temperature = spread(rows, tokens, ids, 10**15), spread(rows, tokens, temperature)
-            unit = kernels.exponentials(
+            row_scale = kernels.exponentials(
                 LogitChunk(logits, rows, t_ids, t_temperature, stats, transform, bias),
                 HeadChunk(hidden, weight, bias, ids, temperature, transform),
                 out,
             )
-            assert unit.dtype == torch.float32 and unit.shape == (count,)
+            assert row_scale.dtype == torch.float32 and row_scale.shape == (count,)
             check_written(rows, stats)
             found = of_rows(stats, rows)
-            results.append((*found, unit, out.clone()))
+            results.append((*found, row_scale, out.clone()))
             if in_place:
                 logits.fill_(7.5)
             else:
@@ -386,15 +386,15 @@ def check_exponentials(
             assert (around == 7.5).all()  # nothing else in the buffer has been touched
     for result in results[1:]:
         check_equal(result, results[0])
-    *_, unit, exps = results[0]
+    *_, row_scale, exps = results[0]
     found = Statistics(*results[0][:3])
     # The entropy of an improbable id's row is a difference of numbers near -logp, of which float32 holds 4e-6.
     check_statistics(*(Statistics(*(x[sound] for x in stats)) for stats in (found, truth)), tolerance=2e-5)
     assert found.lse[has_nan].isnan()
     assert vocab == 1 or all(x[has_nan].isnan() for x in found)
-    assert found.logp[outside].isnan() and unit[outside].isfinite() and exps[outside].isfinite().all()
+    assert found.logp[outside].isnan() and row_scale[outside].isfinite() and exps[outside].isfinite().all()
     assert exps[sound].isfinite().all()
-    derivative = -unit[sound, None].double() * exps[sound].double()
+    derivative = -row_scale[sound, None].double() * exps[sound].double()
     bound = expected[sound].abs() * (UNIT[torch.bfloat16] * 1.01 + 5e-5) + 1e-14  # float64 holds 1 - p to 1e-16 or so
     assert ((derivative - expected[sound]).abs() <= bound).all()
 

@@ -76,19 +76,19 @@ def statistics(kernels: c.Kernels, head: HeadChunk) -> Statistics:
 
 
 def exponentials(kernels: c.Kernels, head: HeadChunk) -> tuple[Statistics, Tensor, Tensor]:
-    """(statistics, E, unit); E in a buffer that holds something before, of which nothing else is written."""
+    """(statistics, E, row_scale); E in a buffer that holds something before, of which nothing else is written."""
     count, vocab = len(head.ids), len(head.weight)
     exps = spaced(torch.full((count, vocab), 7.0, dtype=torch.bfloat16), 7.0)
-    stats, unit = kernels.fused_exponentials(apart(head), exps)
+    stats, row_scale = kernels.fused_exponentials(apart(head), exps)
     around = exps.as_strided((count, exps.stride(0) - vocab), exps.stride(), vocab)
     assert (around == 7.0).all()
-    return stats, exps.clone(), unit
+    return stats, exps.clone(), row_scale
 
 
 def both(kernels: c.Kernels, head: HeadChunk) -> tuple[Tensor, ...]:
-    """All results of both kernels: statistics of either, E, unit."""
-    stats, exps, unit = exponentials(kernels, head)
-    return *statistics(kernels, head), *stats, exps, unit
+    """All results of both kernels: statistics of either, E, row_scale."""
+    stats, exps, row_scale = exponentials(kernels, head)
+    return *statistics(kernels, head), *stats, exps, row_scale
 
 
 def exact(head: HeadChunk) -> tuple[Statistics, Tensor]:
@@ -103,9 +103,9 @@ def assert_statistics(found: Statistics, expected: Statistics, tolerance: float 
         torch.testing.assert_close(x.double(), y.double(), rtol=1e-6, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def assert_gradient(exps: Tensor, unit: Tensor, expected: Tensor, slack: float = 5e-5) -> None:
+def assert_gradient(exps: Tensor, row_scale: Tensor, expected: Tensor, slack: float = 5e-5) -> None:
     """Every entry but for one rounding to bfloat16."""
-    found = -unit.double()[:, None] * exps.double()
+    found = -row_scale.double()[:, None] * exps.double()
     torch.testing.assert_close(found, expected, rtol=ROUNDING + slack, atol=1e-12)
 
 
@@ -114,10 +114,10 @@ def assert_exponentials(
 ) -> tuple[Statistics, Tensor, Tensor]:
     """Statistics, and the gradient."""
     expected, grad = exact(head)
-    stats, exps, unit = exponentials(kernels, head)
+    stats, exps, row_scale = exponentials(kernels, head)
     assert_statistics(stats, expected, tolerance)
-    assert_gradient(exps, unit, grad, slack)
-    return stats, exps, unit
+    assert_gradient(exps, row_scale, grad, slack)
+    return stats, exps, row_scale
 
 
 def assert_exact(kernels: c.Kernels, head: HeadChunk, tolerance: float = 4e-6, slack: float = 5e-5) -> None:
@@ -194,8 +194,8 @@ def test_id_outside_the_vocabulary(kernels, id_):
     head.ids[5] = id_
     others = torch.arange(len(head.ids)) != 5
     found = both(kernels, head)
-    logp, lse, entropy, logp_beside_exps, _, _, exps, unit = found
-    assert logp[5].isnan() and logp_beside_exps[5].isnan() and unit[5].isfinite() and exps[5].isfinite().all()
+    logp, lse, entropy, logp_beside_exps, _, _, exps, row_scale = found
+    assert logp[5].isnan() and logp_beside_exps[5].isnan() and row_scale[5].isfinite() and exps[5].isfinite().all()
     assert torch.equal(lse, expected[1]) and torch.equal(entropy, expected[2])
     c.check_equal([x[others] for x in found], [y[others] for y in expected])
 
@@ -228,9 +228,9 @@ def test_probability_near_one_keeps_its_digits(kernels, nats):
     others = z.masked_fill(torch.nn.functional.one_hot(head.ids, 40).bool(), -math.inf)
     rest = (others - z.gather(1, head.ids[:, None])).exp().sum(1)
     assert rest.max() < 2e-3
-    stats, exps, unit = exponentials(kernels, head)
+    stats, exps, row_scale = exponentials(kernels, head)
     torch.testing.assert_close(stats.logp.double(), -rest.log1p(), rtol=2e-5, atol=0)
-    found = -unit.double() * exps.gather(1, head.ids[:, None]).squeeze(1).double()
+    found = -row_scale.double() * exps.gather(1, head.ids[:, None]).squeeze(1).double()
     torch.testing.assert_close(found, rest / (1 + rest), rtol=ROUNDING + 5e-5, atol=0)
 
 
@@ -253,9 +253,9 @@ def test_a_masked_target(kernels):
     """Probability 0: logp is -inf, and its gradient is that of a target without probability."""
     head = make_head()
     head.bias[head.ids[4]] = -math.inf
-    stats, exps, unit = assert_exponentials(kernels, head)
+    stats, exps, row_scale = assert_exponentials(kernels, head)
     assert torch.equal(stats.logp == -math.inf, head.ids == head.ids[4])
-    assert exps.isfinite().all() and unit.isfinite().all()
+    assert exps.isfinite().all() and row_scale.isfinite().all()
 
 
 # --- Triton: tiles, parts ---------------------------------------------------------------------------------------------

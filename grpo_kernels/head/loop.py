@@ -309,13 +309,13 @@ class Exponentials(Chunk):
         assert isinstance(head, LMHead) and batch.backend.exponentials is not None
         chunk = self._compute_logits()
         self.exponentials = head.row_gradients(self.rows, chunk.logits)
-        self.unit = batch.backend.exponentials(chunk, batch.head_chunk(self.rows), self.exponentials)
+        self.row_scale = batch.backend.exponentials(chunk, batch.head_chunk(self.rows), self.exponentials)
 
     def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
         head, dlogp_rows = self.batch.head, self.rows.take(dlogp)
         assert isinstance(head, LMHead)
         # A token without a gradient has none whatever its row holds.
-        scale = torch.where(dlogp_rows == 0, 0.0, -dlogp_rows * self.unit)
+        scale = torch.where(dlogp_rows == 0, 0.0, -dlogp_rows * self.row_scale)
         sampled = self.batch.sampled_entries(self.rows, self.rows.take(self.batch.stats.logp), dlogp)
         head.accumulate_scaled(self.rows, self.exponentials, scale, sampled)
 
@@ -329,7 +329,7 @@ class FusedExponentials(Exponentials):
         batch, head = self.batch, self.batch.head
         assert isinstance(head, LMHead) and batch.backend.fused_exponentials is not None
         self.exponentials = head.scratch.gradients(self.rows.count)
-        statistics, self.unit = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
+        statistics, self.row_scale = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
         batch.store_statistics(self.rows, statistics)
 
 

@@ -252,12 +252,12 @@ class Backend:
         d loss / d entropy and the statistics. `out` may start where the logits do.
     divergence(chunk: LogitChunk) -> (2, C): the shares of a slice of the vocabulary in the divergence and its offset,
         from log-sum-exps of both sides over the whole vocabulary.
-    exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> unit (C,) float32: writes the statistics
-        and e^(z - z_id), such that -dlogp * unit times a row of `out` is d loss / d logits where no gradient goes
-        through the entropy. One read of the logits, over whose front `out` may lie. `head` is what the logits are a
-        product of, for rows that have to be computed again.
-    fused_exponentials(head: HeadChunk, out (C, V) bfloat16) -> (Statistics (C,), unit (C,)): the same from the epilogue
-        of the product, without logits.
+    exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> row_scale (C,) float32: writes the
+        statistics and the exponentials e^(z - z_id). Where no gradient goes through the entropy, d loss / d logits is
+        -dlogp * row_scale times a row of `out`. The logits are read once, and `out` may lie over the front of them.
+        `head`: what the logits are a product of, for rows that have to be computed again.
+    fused_exponentials(head: HeadChunk, out (C, V) bfloat16) -> (Statistics (C,), row_scale (C,)): the same from the
+        epilogue of the product, without logits.
     fused_logp(head: HeadChunk, entropy: bool) -> Statistics (C,): without logits. entropy: whether it is wanted.
     sparse_gradient(chunk, dlogp (N,), dentropy (N,), rule: SparseRule, out: SparseRows): `gradient` by this rule; the
         logits stay as they are. No pairs for a token without a gradient.

@@ -58,10 +58,10 @@ class CudaKernels:
         self.call(self.module.gradient, chunk.logits.device, *row_arguments(chunk, dlogp, dentropy, out))
 
     def exponentials(self, chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
-        unit = torch.empty(len(out), dtype=torch.float32, device=out.device)
+        row_scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
         rows = row_arguments(chunk, out=out)
-        self.call(self.module.exponentials, out.device, *rows, *_product(head.hidden, head), unit)
-        return unit
+        self.call(self.module.exponentials, out.device, *rows, *_product(head.hidden, head), row_scale)
+        return row_scale
 
     def objective(
         self, inputs: ObjectiveInputs, logp: Tensor, entropy: Tensor, dlogp: Tensor, rows: Rows | None
@@ -97,11 +97,11 @@ class CudaKernels:
         return self._fused(self.module.fused_logp, head)
 
     def fused_exponentials(self, head: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
-        unit = torch.empty(len(out), dtype=torch.float32, device=out.device)
-        return self._fused(self.module.fused_exponentials, head, out, unit), unit
+        row_scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
+        return self._fused(self.module.fused_exponentials, head, out, row_scale), row_scale
 
     def _fused(
-        self, function: Callable[..., None], head: HeadChunk, out: Tensor | None = None, *unit: Tensor
+        self, function: Callable[..., None], head: HeadChunk, out: Tensor | None = None, *row_scale: Tensor
     ) -> Statistics:
         hidden, size = rows_for_tma(head.hidden), (len(head.hidden), len(head.weight))
         device, stats, product = hidden.device, Statistics.empty(len(hidden), hidden.device), _product(hidden, head)
@@ -109,7 +109,7 @@ class CudaKernels:
             workspace = torch.empty(self.module.fused_workspace(*size, *product), dtype=torch.uint8, device=device)
             self.call(
                 function, device, *matrix(None), *size, None, head.ids, 0, None, head.temperature, *stats, None, None,
-                *matrix(out), *head.transform, *product, *unit, workspace,
+                *matrix(out), *head.transform, *product, *row_scale, workspace,
             )  # fmt: skip
         return stats
 

@@ -1,9 +1,10 @@
-"""Exponentials relative to the sampled id, and the unit that makes them d loss / d logits; here from rows of logits.
+"""Rows of logits to exponentials relative to the sampled id, and the scale of each row that makes them d loss / d
+logits.
 
     y and z as in rows.py        t_j = z_j - z_id        E_j = e^(t_j) dy/du_j
     R = sum_(j != id) e^(t_j)        S = 1 + R        lse = z_id + log S        logp = -log1p(R)
-    entropy = log S - sum_j e^(t_j) t_j / S        unit = chain / S
-    E_id <- (1 - S) dy/du_id = -R dy/du_id         d loss / d u_j = -dlogp unit E_j for every j
+    entropy = log S - sum_j e^(t_j) t_j / S        row_scale = chain / S
+    E_id <- (1 - S) dy/du_id = -R dy/du_id         d loss / d u_j = -dlogp row_scale E_j for every j
 
 The sampled id as the reference is known before the row is: one read and one write of the row yield its statistics and
 its gradient, up to a number per row, and the gradients of hidden states and weights are plain products with E. logp
@@ -11,7 +12,7 @@ and 1 - p keep their digits where p is near 1: R is summed without the sampled i
 gradient goes through the entropy. E may lie over the front of the logits' rows, as in rows.py.
 
 Rows whose R passes 2^80 (p below e^-55) are repaired: logits again, twice, from hidden states and weight, E relative to
-the row's maximum, unit = chain / S' and E_id - S' with the S' of that maximum. bfloat16 has the range of float32:
+the row's maximum, row_scale = chain / S' and E_id - S' with the S' of that maximum. bfloat16 has the range of float32:
 exponents end at 2^100, far above what an unrepaired row holds, so nothing overflows. A program of repair returns at
 once for any other row: no host decides, none waits. A repaired row reads the whole weight twice through one
 multiprocessor, tens of milliseconds when nothing else runs; a row of NaN is not repaired.
@@ -57,13 +58,13 @@ class Out(NamedTuple):
     exps: Tensor  # E (C, V)
     row_stride: int  # its; not as a Matrix: Triton 3.6 loses a number in a tuple inside a tuple if it is 1
     stats: Statistics
-    unit: Tensor  # (C,) float32
+    row_scale: Tensor  # (C,) float32
     overflowed: Tensor  # (C,) int8: whether repair_kernel has to write a row again
 
     @classmethod
     def of(cls, exps: Tensor, stats: Statistics) -> Out:
-        unit, overflowed = (torch.empty(len(exps), dtype=t, device=exps.device) for t in (torch.float32, torch.int8))
-        return cls(exps, exps.stride(0), stats, unit, overflowed)
+        row_scale = torch.empty(len(exps), dtype=torch.float32, device=exps.device)
+        return cls(exps, exps.stride(0), stats, row_scale, torch.empty_like(row_scale, dtype=torch.int8))
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def add_exponentials(y, slope, y_id, to_exponent, is_id, sums):
 
 @triton.jit
 def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales, out):
-    """Statistics, unit and E_id of rows; where the sum overflowed, repair_kernel writes them again."""
+    """Statistics, row_scale and E_id of rows; where the sum overflowed, repair_kernel writes them again."""
     rest, moment = sums
     to_z, chain = scales
     # Where the sampled id's logit is NaN, so are the hidden states: there is nothing to repair.
@@ -90,7 +91,7 @@ def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales
     tl.store(out.stats.logp + token, (-log_sum).to(tl.float32), mask=live)
     tl.store(out.stats.lse + token, y_id.to(tl.float64) * to_z + log_sum, mask=live)
     tl.store(out.stats.entropy + token, entropy, mask=live)
-    tl.store(out.unit + rows, (chain / (1.0 + rest)).to(tl.float32), mask=live)
+    tl.store(out.row_scale + rows, (chain / (1.0 + rest)).to(tl.float32), mask=live)
     at_id = out.exps + rows.to(tl.int64) * out.row_stride + ids
     tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(out.exps.dtype.element_ty), mask=known)
 
@@ -139,13 +140,13 @@ def rows_kernel(logits, ids, place, temperature, count, out, p, OPTIONS: tl.cons
 
 
 def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
-    """E of logits (C, V) into `out` (C, V) bfloat16, and the statistics; returns the unit (C,) float32."""
+    """E of logits (C, V) into `out` (C, V) bfloat16, and the statistics; returns the row_scale (C,) float32."""
     grid, options = row_options(chunk, out)
     written = Out.of(out, chunk.stats)
     rows_kernel[grid](*read_by(chunk), len(out), written, scalars(chunk.transform), **options)
     hidden = contiguous_rows(head.hidden)
     repair(hidden, head.weight, head_of(hidden, head), chunk.ids, place(chunk.rows), chunk.temperature, written)
-    return written.unit
+    return written.row_scale
 
 
 # --- repair ---------------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def repair_kernel(
     tl.store(out.stats.logp + token, logp)
     tl.store(out.stats.lse + token, top.to(tl.float64) * to_z + log_sum)
     tl.store(out.stats.entropy + token, (log_sum - LN2 * (moment / total)).to(tl.float32))
-    tl.store(out.unit + rows, (chain / total).to(tl.float32))
+    tl.store(out.row_scale + rows, (chain / total).to(tl.float32))
 
     # E_id - S' without the cancellation
     e_id = total.to(tl.float32) * expm1(logp) * slope_id

@@ -8,7 +8,7 @@ a tile.
 fused_exponentials: what exponentials.py computes.
     sampled       y of the sampled ids: one dot product per row
     exponential   the product, whose epilogue stores E; per row and part of the vocabulary the sums of e^t and e^t t
-    finish        per row: parts in a fixed order and float64, statistics, unit, E_id
+    finish        per row: parts in a fixed order and float64, statistics, row_scale, E_id
     repair        rows whose sum overflowed
 """
 
@@ -236,7 +236,7 @@ def finish_kernel(head, ids, temperature, partial, out, count, parts, CAPPED: tl
 
 
 def fused_exponentials(chunk: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
-    """E into `out` (C, V) bfloat16; returns the statistics and the unit, (C,)."""
+    """E into `out` (C, V) bfloat16; returns the statistics and the row_scale, (C,)."""
     launch = prepare("fused_exponentials", chunk)
     hidden, head, capped = launch.hidden, launch.head, launch.tiles.capped
     count, parts = len(hidden), launch.grid[1]
@@ -255,4 +255,4 @@ def fused_exponentials(chunk: HeadChunk, out: Tensor) -> tuple[Statistics, Tenso
         head, chunk.ids, chunk.temperature, partial, written, count, parts, CAPPED=capped
     )  # fmt: skip
     repair(hidden, chunk.weight, head, chunk.ids, 0, chunk.temperature, written)
-    return written.stats, written.unit
+    return written.stats, written.row_scale
