@@ -19,7 +19,7 @@ from .maths import INV_LN2, exponent
 LEAST: tl.constexpr = tl.constexpr(1e-37)  # a ratio of probabilities below it counts as 0
 
 
-class Side(NamedTuple):
+class LogProbParams(NamedTuple):
     """How a row's y becomes log-probabilities: (y - top) to_z - rest, (ROWS,) each."""
 
     top: Any
@@ -27,11 +27,11 @@ class Side(NamedTuple):
     rest: Any
 
 
-class Pair(NamedTuple):
+class TeacherPair(NamedTuple):
     """What the gradient of rows needs of their teacher's, (ROWS,) each unless told."""
 
     row: Any  # rows.Row of the teacher
-    policy: Any  # Side
+    policy: Any  # LogProbParams
     teacher: Any
     ddivergence: Any  # d loss / dD
     weight: Any  # that times the chain rule's scale

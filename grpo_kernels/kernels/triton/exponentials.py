@@ -3,7 +3,7 @@ logits.
 
     y and z as in rows.py        t_j = z_j - z_id        E_j = e^(t_j) dy/du_j
     R = sum_(j != id) e^(t_j)        S = 1 + R        lse = z_id + log S        logp = -log1p(R)
-    entropy = log S - sum_j e^(t_j) t_j / S        row_scale = chain / S
+    entropy = log S - sum_j e^(t_j) t_j / S        row_scale = dz_du / S
     E_id <- (1 - S) dy/du_id = -R dy/du_id         d loss / d u_j = -dlogp row_scale E_j for every j
 
 The sampled id as the reference is known before the row is: one read and one write of the row yield its statistics and
@@ -12,7 +12,7 @@ and 1 - p keep their digits where p is near 1: R is summed without the sampled i
 gradient goes through the entropy. E may lie over the front of the logits' rows, as in rows.py.
 
 Rows whose R passes 2^80 (p below e^-55) are repaired: logits again, twice, from hidden states and weight, E relative to
-the row's maximum, row_scale = chain / S' and E_id - S' with the S' of that maximum. bfloat16 has the range of float32:
+the row's maximum, row_scale = dz_du / S' and E_id - S' with the S' of that maximum. bfloat16 has the range of float32:
 exponents end at 2^100, far above what an unrepaired row holds, so nothing overflows. A program of repair returns at
 once for any other row: no host decides, none waits. A repaired row reads the whole weight twice through one
 multiprocessor, tens of milliseconds when nothing else runs; a row of NaN is not repaired.
@@ -52,7 +52,7 @@ LARGEST_REST: tl.constexpr = tl.constexpr(2.0**80)  # a row beyond it is repaire
 REPAIR_COLUMNS, REPAIR_BLOCK, REPAIR_WARPS = 32, 256, 8
 
 
-class Out(NamedTuple):
+class ExpOutput(NamedTuple):
     """What is written of C rows; of their tokens the statistics."""
 
     exps: Tensor  # E (C, V)
@@ -62,7 +62,7 @@ class Out(NamedTuple):
     overflowed: Tensor  # (C,) int8: whether repair_kernel has to write a row again
 
     @classmethod
-    def of(cls, exps: Tensor, stats: Statistics) -> Out:
+    def of(cls, exps: Tensor, stats: Statistics) -> ExpOutput:
         row_scale = torch.empty(len(exps), dtype=torch.float32, device=exps.device)
         return cls(exps, exps.stride(0), stats, row_scale, torch.empty_like(row_scale, dtype=torch.int8))
 
@@ -82,7 +82,7 @@ def add_exponentials(y, slope, y_id, to_exponent, is_id, sums):
 def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales, out):
     """Statistics, row_scale and E_id of rows; where the sum overflowed, repair_kernel writes them again."""
     rest, moment = sums
-    to_z, chain = scales
+    to_z, dz_du = scales
     # Where the sampled id's logit is NaN, so are the hidden states: there is nothing to repair.
     lost = known & ~(rest <= LARGEST_REST) & (y_id == y_id)
     tl.store(out.overflowed + rows, lost.to(tl.int8), mask=live)
@@ -91,7 +91,7 @@ def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales
     tl.store(out.stats.logp + token, (-log_sum).to(tl.float32), mask=live)
     tl.store(out.stats.lse + token, y_id.to(tl.float64) * to_z + log_sum, mask=live)
     tl.store(out.stats.entropy + token, entropy, mask=live)
-    tl.store(out.row_scale + rows, (chain / (1.0 + rest)).to(tl.float32), mask=live)
+    tl.store(out.row_scale + rows, (dz_du / (1.0 + rest)).to(tl.float32), mask=live)
     at_id = out.exps + rows.to(tl.int64) * out.row_stride + ids
     tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(out.exps.dtype.element_ty), mask=known)
 
@@ -142,7 +142,7 @@ def rows_kernel(logits, ids, place, temperature, count, out, p, OPTIONS: tl.cons
 def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
     """E of logits (C, V) into `out` (C, V) bfloat16, and the statistics; returns the row_scale (C,) float32."""
     grid, options = row_options(chunk, out)
-    written = Out.of(out, chunk.stats)
+    written = ExpOutput.of(out, chunk.stats)
     rows_kernel[grid](*read_by(chunk), len(out), written, scalars(chunk.transform), **options)
     hidden = contiguous_rows(head.hidden)
     repair(hidden, head.weight, head_of(hidden, head), chunk.ids, place(chunk.rows), chunk.temperature, written)
@@ -181,7 +181,7 @@ def repair_kernel(
     h = hidden + rows * head.hidden_row_stride
     token = tokens_of(rows, place, rows >= 0)
     id_ = tl.load(ids + token)
-    to_z, chain = logit_scales(head, tl.load(temperature + token), CAPPED)
+    to_z, dz_du = logit_scales(head, tl.load(temperature + token), CAPPED)
     to_exponent = (to_z * INV_LN2).to(tl.float32)
 
     sums = no_sums(1)
@@ -200,7 +200,7 @@ def repair_kernel(
     tl.store(out.stats.logp + token, logp)
     tl.store(out.stats.lse + token, top.to(tl.float64) * to_z + log_sum)
     tl.store(out.stats.entropy + token, (log_sum - LN2 * (moment / total)).to(tl.float32))
-    tl.store(out.row_scale + rows, (chain / total).to(tl.float32))
+    tl.store(out.row_scale + rows, (dz_du / total).to(tl.float32))
 
     # E_id - S' without the cancellation
     e_id = total.to(tl.float32) * expm1(logp) * slope_id
@@ -215,7 +215,7 @@ def repair_kernel(
 
 
 def repair(
-    hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, place: int | Tensor, temperature: Tensor, out: Out
+    hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, place: int | Tensor, temperature: Tensor, out: ExpOutput
 ) -> None:
     """Writes rows that overflowed again. `ids` and `temperature` have a row's at the place that `place` says."""
     repair_kernel[(len(hidden),)](

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..operations import HeadChunk, Statistics
-from .exponentials import Out, add_exponentials, repair, store_statistics
+from .exponentials import ExpOutput, add_exponentials, repair, store_statistics
 from .maths import INV_LN2, LN2, softcap
 from .matmul import (
     COMBINED_PARTS,
@@ -99,7 +99,7 @@ def combine_kernel(
     rows = tl.program_id(0) * COMBINED_ROWS + tl.arange(0, COMBINED_ROWS)
     live = rows < count
     known = live & (column_of(tl.load(ids + rows, mask=live, other=-1), head.vocab) >= 0)
-    to_z, _chain = logit_scales(head, tl.load(temperature + rows, mask=live, other=1.0), CAPPED)
+    to_z, _dz_du = logit_scales(head, tl.load(temperature + rows, mask=live, other=1.0), CAPPED)
     plane = parts.to(tl.int64) * count
     top = tl.full((COMBINED_ROWS,), -float("inf"), tl.float64)
     for first in range(0, parts, COMBINED_PARTS):
@@ -149,7 +149,7 @@ def fused_logp(chunk: HeadChunk, entropy: bool) -> Statistics:
 # --- exponentials ---------------------------------------------------------------------------------------------------
 
 
-class Partial(NamedTuple):
+class PartialSums(NamedTuple):
     """The tensors that one kernel leaves for the next."""
 
     y_ids: Tensor  # (C,) y of the sampled ids; 0 for an id outside the vocabulary
@@ -243,7 +243,7 @@ def fused_exponentials(chunk: HeadChunk, out: Tensor) -> tuple[Statistics, Tenso
     # Tensors of their own, not rows of one: each is to begin on 16 bytes, whatever the count.
     y_ids, slope_ids = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(2))
     sums = torch.empty(2, parts, count, dtype=torch.float64, device=hidden.device)
-    partial, written = Partial(y_ids, slope_ids, sums), Out.of(out, Statistics.empty(count, hidden.device))
+    partial, written = PartialSums(y_ids, slope_ids, sums), ExpOutput.of(out, Statistics.empty(count, hidden.device))
     sampled_kernel[(triton.cdiv(count, SAMPLED_ROWS),)](
         hidden, chunk.weight, head, chunk.ids, partial, count, CAPPED=capped, ROWS=SAMPLED_ROWS, BLOCK=SAMPLED_BLOCK
     )  # fmt: skip

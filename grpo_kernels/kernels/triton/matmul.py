@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
     block_h: int
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """The rows of a tile of tokens, (BLOCK_M,) each."""
 
     at: Any  # places
@@ -77,8 +77,8 @@ def rows_of_tile(tile, ids, temperature, count, head, TILES: tl.constexpr):
     at = tile * TILES.block_m + tl.arange(0, TILES.block_m)
     live = at < count
     id_ = column_of(tl.load(ids + at, mask=live, other=-1), head.vocab)
-    to_z, _chain = logit_scales(head, tl.load(temperature + at, mask=live, other=1.0), TILES.capped)
-    return Rows(at, live, id_, to_z, (to_z * INV_LN2).to(tl.float32))
+    to_z, _dz_du = logit_scales(head, tl.load(temperature + at, mask=live, other=1.0), TILES.capped)
+    return TileRows(at, live, id_, to_z, (to_z * INV_LN2).to(tl.float32))
 
 
 @triton.jit

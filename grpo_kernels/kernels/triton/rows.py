@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ..launch import launch_of
 from ..operations import LogitChunk, LogitTransform, Rows, TeacherTransform
-from .divergence import Pair, Side, divergence_gradient
+from .divergence import LogProbParams, TeacherPair, divergence_gradient
 from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 
 GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of whether 16 divides an integer
@@ -49,11 +49,11 @@ GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of 
 
 @triton.jit
 def logit_scales(p, temperature, CAPPED: tl.constexpr):
-    """(to_z, chain = dz/du without the softcap's slope) in float64."""
-    chain = p.logit_scale / temperature.to(tl.float64)
+    """(to_z, dz_du = dz/du without the softcap's slope) in float64."""
+    dz_du = p.logit_scale / temperature.to(tl.float64)
     if CAPPED:
-        return 1.0 / temperature.to(tl.float64), chain
-    return chain, chain
+        return 1.0 / temperature.to(tl.float64), dz_du
+    return dz_du, dz_du
 
 
 class Row(NamedTuple):
@@ -78,7 +78,7 @@ class RowSums(NamedTuple):
     moment: Any  # sum of 2^t t, float64
 
 
-class Terms(NamedTuple):
+class GradientTerms(NamedTuple):
     """du_j = 2^t (constant + linear t) slope_j for all but the sampled id, which has du_id; (ROWS,) each."""
 
     top: Any
@@ -276,15 +276,15 @@ def split_lse(lse, to_z):
 
 @triton.jit
 def load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS: tl.constexpr):
-    """(Terms, log_sum, d loss / d logp, d loss / d entropy); 1 - p of the sampled id comes from expm1."""
-    to_z, chain = scales
+    """(GradientTerms, log_sum, d loss / d logp, d loss / d entropy); 1 - p of the sampled id comes from expm1."""
+    to_z, dz_du = scales
     top, log_sum = split_lse(tl.load(stats.lse + row.token, mask=row.live, other=0.0), to_z)
     entropy = tl.load(stats.entropy + row.token, mask=row.live, other=0.0)
     dlogp = tl.load(dlogp + row.token, mask=row.live, other=0.0)
     dentropy = tl.load(dentropy + row.token, mask=row.live, other=0.0)
     to_exponent = (to_z * INV_LN2).to(tl.float32)
     is_zero = (dlogp == 0.0) & (dentropy == 0.0)
-    factor = -tl.exp(-log_sum) * chain
+    factor = -tl.exp(-log_sum) * dz_du
     at_log_p_zero = dlogp + tl.where(dentropy == 0.0, 0.0, dentropy * (entropy - log_sum))
     constant, linear = (factor * at_log_p_zero).to(tl.float32), (factor * LN2 * dentropy).to(tl.float32)
 
@@ -294,20 +294,20 @@ def load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS: tl.constexpr):
     dz_id = -dlogp * expm1(log_p.to(tl.float32))
     has_entropy_grad = (dentropy != 0.0) & (log_p > -1e30)
     dz_id -= tl.where(has_entropy_grad, dentropy * (tl.exp(log_p) * (log_p + entropy)).to(tl.float32), 0.0)
-    du_id = dz_id * chain.to(tl.float32) * slope_id
-    return Terms(top, to_exponent, constant, linear, du_id, known, is_zero), log_sum, dlogp, dentropy
+    du_id = dz_id * dz_du.to(tl.float32) * slope_id
+    return GradientTerms(top, to_exponent, constant, linear, du_id, known, is_zero), log_sum, dlogp, dentropy
 
 
 @triton.jit
 def add_divergence(row, terms, pair, p, OPTIONS: tl.constexpr):
-    """The Terms with what the sampled id gets of the divergence; only a row without either gradient is zero."""
+    """The GradientTerms with what the sampled id gets of the divergence; only a row without either gradient is zero."""
     is_zero = terms.is_zero & (pair.ddivergence == 0.0)
     known = row.known & ~is_zero
     y1, slope = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
     y2, _ = softcap(load_sampled(pair.row, known), pair.q.logit_scale, pair.q.softcap, OPTIONS.teacher_capped)
     of_id = tl.sum(divergence_gradient(y1[:, None], y2[:, None], pair, OPTIONS), 1) * slope
     du_id = tl.where(terms.known, terms.du_id, 0.0) + tl.where(known, of_id, 0.0)
-    return Terms(terms.top, terms.to_exponent, terms.constant, terms.linear, du_id, known, is_zero)
+    return GradientTerms(terms.top, terms.to_exponent, terms.constant, terms.linear, du_id, known, is_zero)
 
 
 @triton.jit
@@ -355,10 +355,10 @@ def gradient_kernel(
         other = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], teacher.bias, teacher.vocab)
         to_z, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
         other_top, other_log_sum = split_lse(tl.load(teacher_stats.lse + row.token, mask=row.live, other=0.0), to_z)
-        policy, other_side = Side(terms.top, scales[0], log_sum), Side(other_top, to_z, other_log_sum)
+        policy, other_side = LogProbParams(terms.top, scales[0], log_sum), LogProbParams(other_top, to_z, other_log_sum)
         ddivergence = tl.load(weight + row.token, mask=row.live, other=0.0)
         offset = tl.load(teacher_stats.offset + row.token, mask=row.live, other=0.0)
-        pair = Pair(other, policy, other_side, ddivergence, ddivergence * scales[1].to(tl.float32), offset, q)
+        pair = TeacherPair(other, policy, other_side, ddivergence, ddivergence * scales[1].to(tl.float32), offset, q)
         terms = add_divergence(row, terms, pair, p, OPTIONS)
 
     du = rows_of(gradient, row.at)

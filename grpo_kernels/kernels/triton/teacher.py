@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..operations import LogitChunk
 from . import rows
-from .divergence import Side, log_of_ratio, probabilities
+from .divergence import LogProbParams, log_of_ratio, probabilities
 from .maths import softcap
 from .rows import (
     GROUP,
@@ -71,7 +71,7 @@ def divergence_kernel(
     top, rest = split_lse(tl.load(stats.lse + row.token, mask=row.live, other=0.0), to_z1)
     other_sums = row_sums(other, tl.full((OPTIONS.rows,), -1, tl.int64), to_z2, q, OPTIONS.teacher_capped, OPTIONS)
     log_sum = tl.log(other_sums.exps)
-    sides = Side(top, to_z1, rest), Side(other_sums.top, to_z2, log_sum)
+    sides = LogProbParams(top, to_z1, rest), LogProbParams(other_sums.top, to_z2, log_sum)
     sums = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
     end = row.vocab
     if OPTIONS.ragged:
