@@ -49,12 +49,12 @@ class Choice(NamedTuple):
 
 @cache
 def _load(name: str) -> tuple[Backend | None, str]:
-    """(backend, "") or (None, why it cannot be had here)."""
+    """Returns (backend, "") or (None, the reason why it cannot be used here)."""
     return _REGISTRY[name].load()
 
 
 def get_backend(name: str) -> Backend:
-    """A backend by name; ImportError with the reason where it is not available."""
+    """Returns a backend by name; ImportError with the reason where it is not available."""
     backend, reason = _load(name)
     if backend is None:
         raise ImportError(f"backend={name!r} is not available: {reason}")
@@ -62,23 +62,23 @@ def get_backend(name: str) -> Backend:
 
 
 def registered_backends() -> tuple[str, ...]:
-    """Every name that `backend=` accepts."""
+    """Returns every name that `backend=` accepts."""
     return tuple(_REGISTRY)
 
 
 def available_backends() -> tuple[str, ...]:
-    """Names for `backend=` that work in this installation."""
+    """Returns the names for `backend=` that work in this installation."""
     return tuple(name for name in _REGISTRY if _load(name)[0] is not None)
 
 
 def candidates(device: torch.device) -> tuple[str, ...]:
-    """The backends among which "auto" chooses on this device, the preferred one first."""
+    """Returns the backends among which "auto" chooses on this device, the preferred one first."""
     return _ORDER.get(device.type, ("torch",))
 
 
 @cache
 def unavailable_reason(name: str, device: torch.device | None = None) -> str:
-    """The reason why a backend cannot run on this device, or on any here; or nothing."""
+    """Returns the reason why a backend cannot run on this device (None: on any device of the machine), or ""."""
     devices = _REGISTRY[name].devices
     if device is not None and devices is not None and device.type not in devices:
         return f"it serves {' and '.join(devices)} tensors"
@@ -88,7 +88,7 @@ def unavailable_reason(name: str, device: torch.device | None = None) -> str:
 
 @cache
 def auto_choice(device: torch.device, dtype: torch.dtype, has_teacher: bool = False) -> Choice:
-    """What `backend="auto"` takes for logits of this type on this device."""
+    """Returns what `backend="auto"` takes for logits of this type on this device."""
     refused: dict[str, str] = {}
     for name in candidates(device):
         if dtype not in _REGISTRY[name].dtypes:
@@ -103,7 +103,8 @@ def auto_choice(device: torch.device, dtype: torch.dtype, has_teacher: bool = Fa
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, has_teacher: bool = False) -> str:
-    """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them."""
+    """Returns the name of the backend for logits of this type on this device; ValueError where a named one cannot serve
+    them."""
     if name == "auto":
         choice = auto_choice(device, dtype, has_teacher)
         if choice.refused:
@@ -131,7 +132,8 @@ choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _warn_of(choice: Choice) -> None:
-    """Say once what was passed over. An installation without CUDA kernels is a choice, as long as Triton's serve."""
+    """Warns once of the backends that were passed over. An installation without CUDA kernels is a choice, as long as
+    Triton's serve."""
     from .compiled.cuda import installed
 
     refused = dict(choice.refused)

@@ -18,7 +18,7 @@ SPARSE_ONE = 2**31  # one in the fixed-point running sum of sparse gradients, wh
 
 
 def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
-    """Elements from one row of the scratch to the next.
+    """Returns the number of elements from one row of the scratch to the next.
 
     On a GPU each row starts on 16 bytes, whatever the vocabulary: 8 elements would do, but Triton's compiler only keeps
     track of whether 16 divides an integer. On a CPU rows that lie a multiple of 4 KiB apart would share few sets of a
@@ -177,7 +177,7 @@ class TokenMask(NamedTuple):
 
     @property
     def firsts(self) -> Tensor:
-        """(N,) int64: where those of each token begin."""
+        """Returns where the ids of each token begin, (N,) int64."""
         return self.ends - self.counts
 
 

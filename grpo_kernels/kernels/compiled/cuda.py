@@ -20,7 +20,7 @@ from .cuda_kernels import CudaKernels
 
 
 def load() -> tuple[Backend | None, str]:
-    """(backend, "") or (None, the reason why the compiled CUDA kernels cannot be used)."""
+    """Returns (backend, "") or (None, the reason why the compiled CUDA kernels cannot be used)."""
     module, reason = compiled_module()
     reason = reason if module is None else _why_not_here(module)
     if module is None or reason:
@@ -29,12 +29,13 @@ def load() -> tuple[Backend | None, str]:
 
 
 def installed() -> bool:
-    """Whether this installation has CUDA kernels at all."""
+    """Returns whether this installation has CUDA kernels at all."""
     return find_spec("..._cuda", __package__) is not None
 
 
 def compiled_module() -> tuple[ModuleType | None, str]:
-    """(grpo_kernels._cuda, "") or (None, why it cannot be imported); it imports without a driver and without a GPU."""
+    """Returns (grpo_kernels._cuda, "") or (None, why it cannot be imported); it imports without a driver and without a
+    GPU."""
     if not installed():
         wheel = wheel_for(1000 * int((torch.version.cuda or "13").split(".")[0]))
         return None, (
@@ -50,7 +51,7 @@ def compiled_module() -> tuple[ModuleType | None, str]:
 
 
 def _why_not_here(module: ModuleType) -> str:
-    """Why no device of this machine can run the kernels, or nothing."""
+    """Returns why no device of this machine can run the kernels, or ""."""
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is built for AMD GPUs: the CUDA kernels need a build for CUDA"
     driver, built = module.driver_cuda(), module.built_for_cuda()
@@ -83,5 +84,5 @@ def wheel_for(cuda: int) -> str:
 
 
 def version(cuda: int) -> str:
-    """12080 -> "12.8"."""
+    """Returns the text of a CUDA version: 12080 -> "12.8"."""
     return f"{cuda // 1000}.{cuda % 1000 // 10}"

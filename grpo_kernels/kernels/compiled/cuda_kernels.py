@@ -45,7 +45,8 @@ class CudaKernels:
         )  # fmt: skip
 
     def call(self, function: Callable[..., None], device: torch.device, *arguments: object) -> None:
-        """Kernels go to the current stream of the thread's current device, which need not be the tensors' own."""
+        """Calls a function of the module on the device's current stream. The thread's current device need not be the
+        tensors'."""
         if device.type != self.device_type:
             raise ValueError(f"backend 'cuda' serves tensors on {self.device_type}, got one on {device}")
         with _on(device):
@@ -82,7 +83,8 @@ class CudaKernels:
     # --- products with the softmax in their epilogue --------------------------------------------------------------
 
     def fused_products(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """They are for compute capability 9.0, where they are measured to be faster than the library's product."""
+        """Returns the fused products that serve: on compute capability 9.0, where they are measured to be faster than
+        the library's product."""
         if not multiplies_by_tma(hidden, weight):
             return ()
         with _on(weight.device):
@@ -93,7 +95,7 @@ class CudaKernels:
         return ("logp", "exponentials") if weight.dtype == torch.bfloat16 and aligned else ("logp",)
 
     def fused_logp(self, head: HeadChunk, entropy: bool) -> Statistics:
-        """The entropy comes with the rest."""
+        """Returns the statistics (C,) of a chunk. The entropy comes with the rest, whether it is wanted or not."""
         return self._fused(self.module.fused_logp, head)
 
     def fused_exponentials(self, head: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
@@ -132,7 +134,7 @@ class CudaKernels:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """What the module says of a launch is of the thread's current device."""
+    """Makes `device` the thread's current device: the module launches there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -4,7 +4,7 @@
     sparse-dense product           dhidden_t = sum_j dlogits_tj W_j         j in K_t
     its transpose                  dweight_j = sum_t dlogits_tj h_t         t with j in K_t
 
-In pieces of PIECE_ELEMENTS gathered numbers. Sums over segments have a fixed order on every device, which index_add
+They gather PIECE_ELEMENTS numbers at a time. Sums over segments have a fixed order on every device, which index_add
 would not have on a GPU.
 """
 
@@ -44,13 +44,14 @@ def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: i
 
 
 def padded(x: Tensor, first: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(x[first : first + count] of each row (R, width), whether a place is used); first, count (R, 1)."""
+    """Returns (x[first : first + count] of each row (R, width), whether an entry is used); first, count (R, 1)."""
     place = torch.arange(width, device=x.device)
     return x[(first + place).clamp_(0, len(x) - 1)], place < count
 
 
 def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
-    """Into logits (C, K), float32 or better, of hidden (N, H), weight (V, H) and bias (V,); -inf where not used."""
+    """Writes logits (C, K), float32 or better, from hidden (N, H), weight (V, H) and bias (V,); -inf where an entry is
+    not used."""
     for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * hidden.shape[1]):
         ids = kept.ids[piece]
         used = ids.clamp(min=0)
@@ -62,7 +63,7 @@ def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptI
 
 
 def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
-    """Into the tokens' rows of dhidden (N, H)."""
+    """Writes the tokens' rows of dhidden (N, H)."""
     for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * weight.shape[1]):
         ids = kept.ids[piece]
         factors, rows = dlogits[piece].masked_fill(ids < 0, 0.0), weight[ids.clamp(min=0)].to(dlogits.dtype)
@@ -70,10 +71,11 @@ def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor
 
 
 def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-    """Into dweight (V, H): added, or written, 0 where no token kept an id. dlogits (M,) of all pairs.
+    """Adds to dweight (V, H), or writes it, 0 where no token kept an id. dlogits (M,) of all pairs.
 
-    No number is read, so that a CUDA graph can hold it: a piece has as many segments as pairs, of which those that are
-    not there repeat the last one. An id whose pairs are in two pieces is written again, with the sum of both.
+    No number is read on the host, so that a CUDA graph can record it: a piece has as many segments as pairs, and
+    entries beyond its last segment repeat that one. An id whose pairs are in two pieces is written again, with the sum
+    of both.
     """
     if not add:
         dweight.zero_()

@@ -68,7 +68,7 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) ->
 
 
 def gradient_of_sampled(logp: Tensor, entropy: Tensor, dlogp: Tensor, dentropy: Tensor) -> Tensor:
-    """(C,) d loss / d z of the sampled id, from its log-probability; exact where p is near 1."""
+    """Returns d loss / d z of the sampled id (C,), from its log-probability; exact where p is near 1."""
     entropy_term = dentropy * (logp.clamp(min=LOWEST_LOG_P) + entropy)
     return -dlogp * logp.expm1() - logp.exp() * entropy_term
 
@@ -93,8 +93,10 @@ def scale(x: Tensor, factor: Tensor) -> None:
 
 
 def _row_statistics(z: Tensor, ids: Tensor) -> Statistics:
-    """Of z (C, V), which is overwritten; logp is NaN for an id of -1. The sampled id is added to the others' sums last:
-    beside it they would be lost where p is near 1."""
+    """Returns the statistics of z (C, V), which is overwritten; logp is NaN for an id of -1.
+
+    The sampled id is added to the sums of the others last: next to it they would be lost where p is near 1.
+    """
     known, sampled = ids[:, None] >= 0, ids.clamp(min=0)[:, None]
     z_id = z.gather(1, sampled)
     z.scatter_(1, sampled, torch.where(known, -torch.inf, z_id))
@@ -117,6 +119,6 @@ def _row_statistics(z: Tensor, ids: Tensor) -> Statistics:
 
 
 def _log_p(chunk: LogitChunk, temperature: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(log-probabilities (C, V), the softcap's derivative or None) from the log-sum-exp (C,)."""
+    """Returns (log-probabilities (C, V), the softcap's derivative or None) from the log-sum-exp (C,)."""
     z, softcap_slope = transformed(chunk.logits, chunk.bias, temperature, chunk.transform)
     return minus_lse(z, lse), softcap_slope

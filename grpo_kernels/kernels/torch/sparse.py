@@ -13,8 +13,10 @@ _WORD = 2**32 - 1
 def write_pairs(
     dlogits: Tensor, sampled: Tensor, scale: Tensor, start: Tensor, rule: SparseRule, pairs: SparseRows
 ) -> None:
-    """From dlogits (C, V), the columns of the sampled ids, -1 where there is none, and the scales of the rows (C,).
+    """Writes the pairs of dlogits (C, V) that the rule keeps.
 
+    sampled: (C,) columns of the sampled ids, -1 where there is none.
+    scale: (C,) of the rows.
     start: (C,) int64, where the running sum begins.
     """
     level = rule.theta * scale
@@ -36,13 +38,14 @@ def write_pairs(
 
 
 def start_of_sum(tokens: Tensor, lse: Tensor, first_id: int) -> Tensor:
-    """u in [0, 1), int64 in units of 1 / SPARSE_ONE, of tokens (C,) and their lse; csrc/cpu/sparse.cpp has the same."""
+    """Returns where the running sums of tokens (C,) begin: u in [0, 1), int64 in units of 1 / SPARSE_ONE, from their
+    log-sum-exps. csrc/cpu/sparse.cpp has the same."""
     bits = lse.to(torch.float32).view(torch.int32).long() & _WORD
     return _mixed(_mixed(_mixed(tokens) + bits) + first_id) >> 1
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Of 32 bits, as murmur3 ends."""
+    """Returns a hash of 32-bit integers: the last steps of murmur3."""
     x = (x + 0x9E3779B9) & _WORD
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _WORD
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _WORD

@@ -39,7 +39,7 @@ def sums(log_p: Tensor, log_q: Tensor, params: TeacherTransform) -> tuple[Tensor
 
 
 def divergence_gradient(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> Tensor:
-    """(C, V): weight times dD / dz, 0 where the weight is. log_p (C, V)."""
+    """Returns weight times dD / dz (C, V), 0 where the weight is. log_p (C, V)."""
     weight, offset, lse = (rows.take(x)[:, None] for x in (teacher.weight, teacher.offset, teacher.lse))
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
     log_q, params = minus_lse(z, lse.squeeze(1)), teacher.transform
@@ -48,8 +48,10 @@ def divergence_gradient(rows: Rows, teacher: TeacherLogits, log_p: Tensor, tempe
 
 
 def slopes(log_p: Tensor, log_q: Tensor, offset: Tensor | float, params: TeacherTransform) -> Tensor:
-    """Returns (C, V): with the offset of `sums` (forward_kl: 1) dD/dz over a whole distribution; with an offset of 0
-    p dD/dp, of reverse_kl without the p that comes from p log p."""
+    """Returns, (C, V), with the offset of `sums` (forward_kl: 1) dD/dz over a whole distribution.
+
+    With an offset of 0 it is p dD/dp; for reverse_kl without the p that comes from p log p.
+    """
     p = log_p.exp()
     if params.divergence == "forward_kl":
         return p * offset - log_q.exp()
@@ -60,13 +62,13 @@ def slopes(log_p: Tensor, log_q: Tensor, offset: Tensor | float, params: Teacher
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """(C,) sum a log(a / b)."""
+    """Returns sum a log(a / b), (C,)."""
     a = log_a.exp()
     return (a * _difference(log_a, log_b)).masked_fill_(a == 0, 0.0).sum(-1)
 
 
 def _difference(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """log a - log b; anything finite where a is 0."""
+    """Returns log a - log b; any finite number where a is 0."""
     return (log_a - log_b).masked_fill_(log_a == -torch.inf, 0.0)
 
 

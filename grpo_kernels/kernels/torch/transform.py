@@ -1,4 +1,4 @@
-"""From logits to what the softmax is of, for the policy's and a teacher's."""
+"""The transform from logits to the arguments of the softmax, for the policy and for a teacher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ..operations import LogitTransform, TeacherTransform
 def transformed(
     logits: Tensor, bias: Tensor | None, temperature: Tensor, params: LogitTransform | TeacherTransform
 ) -> tuple[Tensor, Tensor | None]:
-    """(z = softcap(scale * (logits + bias)) / temperature (C,), the softcap's derivative or None); z is a copy."""
+    """Returns (z = softcap(scale * (logits + bias)) / temperature (C,), the softcap's derivative or None); z is a
+    copy."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     z = logits.to(dtype, copy=True) if bias is None else logits.to(dtype) + bias
     z = z.mul_(params.logit_scale)
@@ -25,6 +26,7 @@ def transformed(
 
 
 def minus_lse(z: Tensor, lse: Tensor) -> Tensor:
-    """z (C, V) -= lse (C,) float64: lse rounded to the type of z, then what the rounding left."""
+    """Subtracts lse (C,) float64 from z (C, V) in place, first lse rounded to the type of z, then what the rounding
+    left."""
     rounded = lse.to(z.dtype)
     return z.sub_(rounded[:, None]).sub_((lse - rounded).to(z.dtype)[:, None])

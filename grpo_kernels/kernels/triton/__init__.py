@@ -32,7 +32,7 @@ OLDEST_TRITON = (3, 4)  # that of torch 2.8
 
 
 def why_unusable() -> str:
-    """The reason why Triton kernels cannot run here, or nothing."""
+    """Returns the reason why Triton kernels cannot run here, or ""."""
     import torch
 
     try:

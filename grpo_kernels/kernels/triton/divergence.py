@@ -20,7 +20,7 @@ LEAST: tl.constexpr = tl.constexpr(1e-37)  # a ratio of probabilities below it c
 
 
 class LogProbParams(NamedTuple):
-    """How a row's y becomes log-probabilities: (y - top) to_z - rest, (ROWS,) each."""
+    """What turns a row's y into log-probabilities (y - top) to_z - rest; (ROWS,) each."""
 
     top: Any
     to_z: Any
@@ -28,7 +28,7 @@ class LogProbParams(NamedTuple):
 
 
 class TeacherPair(NamedTuple):
-    """What the gradient of rows needs of their teacher's, (ROWS,) each unless told."""
+    """What the gradient of rows needs of the policy and of the teacher, (ROWS,) each unless told."""
 
     row: Any  # rows.Row of the teacher
     policy: Any  # LogProbParams
@@ -41,21 +41,21 @@ class TeacherPair(NamedTuple):
 
 @triton.jit
 def probabilities(y, side):
-    """(log p, p) of y (ROWS, COLUMNS); where y is -inf they are -inf and exactly 0."""
+    """Returns (log p, p) of y (ROWS, COLUMNS); where y is -inf they are -inf and exactly 0."""
     log_p = (y - side.top[:, None]) * side.to_z[:, None].to(tl.float32) - side.rest[:, None].to(tl.float32)
     return log_p, tl.exp2(exponent(log_p, 0.0, INV_LN2))
 
 
 @triton.jit
 def log_of_ratio(p, m):
-    """log(p / m), 0 where p is."""
+    """Returns log(p / m), 0 where p is 0."""
     ratio = p / tl.where(m > LEAST, m, LEAST)
     return tl.where(ratio < LEAST, 0.0, tl.log(tl.where(ratio < LEAST, 1.0, ratio)))
 
 
 @triton.jit
 def divergence_gradient(y1, y2, pair, OPTIONS: tl.constexpr):
-    """weight dD/dz of (ROWS, COLUMNS)."""
+    """Returns weight dD/dz, (ROWS, COLUMNS)."""
     log_p, prob_p = probabilities(y1, pair.policy)
     log_q, prob_q = probabilities(y2, pair.teacher)
     if OPTIONS.divergence == "forward_kl":

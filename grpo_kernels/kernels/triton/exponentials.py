@@ -53,7 +53,7 @@ REPAIR_COLUMNS, REPAIR_BLOCK, REPAIR_WARPS = 32, 256, 8
 
 
 class ExpOutput(NamedTuple):
-    """What is written of C rows; of their tokens the statistics."""
+    """What the kernels write: exponentials of C rows, and the statistics of their tokens."""
 
     exps: Tensor  # E (C, V)
     row_stride: int  # its; not as a Matrix: Triton 3.6 loses a number in a tuple inside a tuple if it is 1
@@ -69,7 +69,7 @@ class ExpOutput(NamedTuple):
 
 @triton.jit
 def add_exponentials(y, slope, y_id, to_exponent, is_id, sums):
-    """(E of y (ROWS, COLUMNS), the sums of 2^t and of 2^t t extended by all but the sampled id)."""
+    """Returns E of y (ROWS, COLUMNS), and the sums of 2^t and of 2^t t with those of all but the sampled id added."""
     t = exponent(y, y_id[:, None], to_exponent[:, None])
     t = tl.where(t > HIGHEST_EXPONENT, HIGHEST_EXPONENT, t)
     e = tl.exp2(t)
@@ -80,7 +80,7 @@ def add_exponentials(y, slope, y_id, to_exponent, is_id, sums):
 
 @triton.jit
 def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales, out):
-    """Statistics, row_scale and E_id of rows; where the sum overflowed, repair_kernel writes them again."""
+    """Stores the statistics, row_scale and E_id of rows. Where the sum overflowed, repair_kernel writes them again."""
     rest, moment = sums
     to_z, dz_du = scales
     # Where the sampled id's logit is NaN, so are the hidden states: there is nothing to repair.
@@ -103,7 +103,7 @@ def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales
 def store_columns(
     row, exps_at, first, end, y_id, to_exponent, sums, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """E of the columns from `first` to `end`, at most COLUMNS; the sums extended by them."""
+    """Stores E of the columns from `first` to `end`, at most COLUMNS; returns the sums with them added."""
     columns = first + tl.arange(0, COLUMNS)
     inside = row.live[:, None] & (columns < end)[None, :]
     y, slope = softcap(load_logits(row, columns, end, inside), p.logit_scale, p.softcap, OPTIONS.capped)
@@ -140,7 +140,7 @@ def rows_kernel(logits, ids, place, temperature, count, out, p, OPTIONS: tl.cons
 
 
 def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
-    """E of logits (C, V) into `out` (C, V) bfloat16, and the statistics; returns the row_scale (C,) float32."""
+    """Writes E of logits (C, V) to `out` (C, V) bfloat16, and the statistics; returns row_scale (C,) float32."""
     grid, options = row_options(chunk, out)
     written = ExpOutput.of(out, chunk.stats)
     rows_kernel[grid](*read_by(chunk), len(out), written, scalars(chunk.transform), **options)
@@ -154,7 +154,8 @@ def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
 
 @triton.jit
 def row_logits(h, weight, head, columns, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """(y, slope of the softcap) of one row of hidden states at these columns; y is -inf past the vocabulary's end."""
+    """Returns (y, slope of the softcap) of one row of hidden states at these columns; y is -inf past the vocabulary's
+    end."""
     inside = columns < head.vocab
     w = weight + tl.where(inside, columns, 0).to(tl.int64) * head.weight_row_stride
     sums = tl.zeros((columns.shape[0], BLOCK), tl.float32)
@@ -174,7 +175,8 @@ def row_logits(h, weight, head, columns, CAPPED: tl.constexpr, BLOCK: tl.constex
 def repair_kernel(
     hidden, weight, head, ids, place, temperature, out, CAPPED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row, again, if its sum overflowed: as in rows.py relative to the maximum, from logits computed twice."""
+    """Computes one row again if its sum overflowed: relative to the maximum, as in rows.py, from logits computed
+    twice."""
     if tl.load(out.overflowed + tl.program_id(0)) == 0:
         return
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -217,7 +219,7 @@ def repair_kernel(
 def repair(
     hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, place: int | Tensor, temperature: Tensor, out: ExpOutput
 ) -> None:
-    """Writes rows that overflowed again. `ids` and `temperature` have a row's at the place that `place` says."""
+    """Writes rows that overflowed again. `place` says where a row's ids and temperature are, as for tokens_of."""
     repair_kernel[(len(hidden),)](
         hidden, weight, head, ids, place, temperature, out, CAPPED=head.softcap != 0.0, COLUMNS=REPAIR_COLUMNS,
         BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS,

@@ -47,7 +47,7 @@ SAMPLED_ROWS, SAMPLED_BLOCK = 8, 512
 
 @triton.jit
 def add_logits(acc, first_column, rows, sums, y_id, head, ENTROPY: tl.constexpr, TILES: tl.constexpr):
-    """The epilogue: what the rows have gathered so far, extended by logits (BLOCK_M, columns)."""
+    """Returns the sums of the rows with those of logits (BLOCK_M, columns) added: the epilogue of the product."""
     columns = first_column + tl.arange(0, acc.shape[1])
     y, _ = to_logits(acc, columns, head, TILES)
     extended = add_block(y, sums, rows.to_exponent)
@@ -63,9 +63,9 @@ def partial_kernel(
     hidden, weight, head, ids, temperature, partials, y_ids, count, per_part, group, ENTROPY: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Of one part of the vocabulary, `per_part` tiles, the (3, parts, N) maximum, sum of 2^t and sum of 2^t t.
+    """Stores the (3, parts, N) maximum, sum of 2^t and sum of 2^t t over one part of the vocabulary, `per_part` tiles.
 
-    And y of the sampled ids, (N,).
+    It also stores y of the sampled ids, (N,).
     """
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_V: tl.constexpr = TILES.block_v
@@ -95,7 +95,7 @@ def partial_kernel(
 def combine_kernel(
     partials, y_ids, head, ids, temperature, out, count, parts, CAPPED: tl.constexpr, ENTROPY: tl.constexpr
 ):  # fmt: skip
-    """The parts of a row relative to the largest maximum; an id outside the vocabulary has no probability."""
+    """Combines the parts of a row relative to the largest maximum; an id outside the vocabulary has no probability."""
     rows = tl.program_id(0) * COMBINED_ROWS + tl.arange(0, COMBINED_ROWS)
     live = rows < count
     known = live & (column_of(tl.load(ids + rows, mask=live, other=-1), head.vocab) >= 0)
@@ -129,7 +129,7 @@ def combine_kernel(
 
 
 def fused_logp(chunk: HeadChunk, entropy: bool) -> Statistics:
-    """Statistics (C,) of a chunk; without `entropy`, zeros in its place."""
+    """Returns the statistics (C,) of a chunk; without `entropy`, 0 in its place."""
     launch = prepare("fused_logp", chunk)
     count, parts, device = len(launch.hidden), launch.grid[1], launch.hidden.device
     partials = torch.empty(3, parts, count, dtype=torch.float64, device=device)
@@ -161,7 +161,7 @@ class PartialSums(NamedTuple):
 def sampled_kernel(
     hidden, weight, head, ids, partial, count, CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y and slope of the sampled ids."""
+    """Stores y and the softcap's slope of the sampled ids."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
     id_ = column_of(tl.load(ids + rows, mask=live, other=-1), head.vocab).to(tl.int64)
@@ -183,7 +183,8 @@ def sampled_kernel(
 
 @triton.jit
 def store_tile(acc, first_column, rows, y_id, exps_at, sums, head, TILES: tl.constexpr):
-    """The epilogue: stores E of logits (BLOCK_M, columns), extends the sums over all but the sampled id."""
+    """Stores E of logits (BLOCK_M, columns), and returns the sums over all but the sampled id with them added: the
+    epilogue."""
     columns = first_column + tl.arange(0, acc.shape[1])
     y, slope = to_logits(acc, columns, head, TILES)
     is_sampled = is_id(rows.ids, first_column, acc.shape[1])
@@ -197,7 +198,7 @@ def store_tile(acc, first_column, rows, y_id, exps_at, sums, head, TILES: tl.con
 def exponential_kernel(
     hidden, weight, head, ids, temperature, partial, out, count, per_part, group, TILES: tl.constexpr
 ):  # fmt: skip
-    """E, and the sums over one part of the vocabulary, `per_part` tiles."""
+    """Stores E, and the sums over one part of the vocabulary, `per_part` tiles."""
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_V: tl.constexpr = TILES.block_v
     token_tile, part = place(group)
@@ -236,7 +237,7 @@ def finish_kernel(head, ids, temperature, partial, out, count, parts, CAPPED: tl
 
 
 def fused_exponentials(chunk: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
-    """E into `out` (C, V) bfloat16; returns the statistics and the row_scale, (C,)."""
+    """Writes E to `out` (C, V) bfloat16; returns the statistics and row_scale, (C,)."""
     launch = prepare("fused_exponentials", chunk)
     hidden, head, capped = launch.hidden, launch.head, launch.tiles.capped
     count, parts = len(hidden), launch.grid[1]

@@ -44,7 +44,8 @@ class Matrix(NamedTuple):
 
 @triton.jit
 def mask_ids(ids, place, live, total):
-    """Ids of the mask, 0 beyond what is live. Counts that do not add up to the ids are an address of none."""
+    """Returns ids of the mask, 0 where not live. Counts that do not add up to the number of ids lead to no address
+    outside."""
     return tl.load(ids + place, mask=live & (place >= 0) & (place < total), other=0).to(tl.int64)
 
 
@@ -90,7 +91,7 @@ def ids_kernel(
 
 @triton.jit
 def number_of_ids(ids, slots):
-    """How many places of a row are used: they come first."""
+    """Returns how many entries of a row are used: they come first."""
     used = tl.zeros((IDS,), tl.int32)
     for start in range(0, slots, IDS):
         slot = start + tl.arange(0, IDS)
@@ -123,7 +124,8 @@ def logits_kernel(hidden, weight, bias, index, ids, logits, slots, width):
 
 @triton.jit
 def sum_of_rows(factors, rows, begin, end, matrix, columns, inside):
-    """The sum of factors[i] times row rows[i] of the matrix over i from `begin` to `end`, at SUM_WIDTH columns."""
+    """Returns the sum of factors[i] times row rows[i] of the matrix over i from `begin` to `end`, at SUM_WIDTH
+    columns."""
     total = tl.zeros((SUM_WIDTH,), tl.float32)
     for first in range(begin, end, SUM_SLOTS):
         place = first + tl.arange(0, SUM_SLOTS)
@@ -173,7 +175,7 @@ def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: i
 
 
 def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
-    """Into logits (C, K) float32; -inf where not used."""
+    """Writes logits (C, K) float32; -inf where an entry is not used."""
     count, slots = kept.ids.shape
     logits_kernel[(count * triton.cdiv(slots, SLOTS.value),)](
         Matrix.of(contiguous_rows(hidden)), Matrix.of(contiguous_rows(weight)), bias, kept.rows.index, kept.ids, logits,
@@ -182,7 +184,7 @@ def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptI
 
 
 def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
-    """Into the tokens' rows of dhidden (N, H), from dlogits (C, K) float32."""
+    """Writes the tokens' rows of dhidden (N, H), from dlogits (C, K) float32."""
     count, slots = kept.ids.shape
     dhidden_kernel[(count, triton.cdiv(weight.shape[1], SUM_WIDTH.value))](
         dlogits, Matrix.of(contiguous_rows(weight)), kept.rows.index, kept.ids, Matrix.of(dhidden), slots,
@@ -191,7 +193,7 @@ def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor
 
 
 def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-    """Into dweight (V, H): added, or written, 0 where no token kept an id."""
+    """Adds to dweight (V, H), or writes it, 0 where no token kept an id."""
     starts, order = pairs.by_id(dweight.shape[0])
     # In the order of the ids, so that a program waits for one read less before those of h.
     factors, tokens = dlogits[order], pairs.token_of[order]

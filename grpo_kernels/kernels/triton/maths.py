@@ -15,14 +15,14 @@ LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-200.0)  # 2^t is exactly 0 there, 
 
 @triton.jit
 def exponent(y, reference, to_exponent):
-    """t of 2^t; NaN stays NaN."""
+    """Returns t of 2^t; NaN stays NaN."""
     t = (y - reference) * to_exponent
     return tl.where(t < LOWEST_EXPONENT, LOWEST_EXPONENT, t)
 
 
 @triton.jit
 def expm1(x):
-    """e^x - 1 with the relative accuracy of log: (u - 1) x / log u is right for any u near e^x (Kahan)."""
+    """Returns e^x - 1 with the relative accuracy of log: (u - 1) x / log u is right for any u near e^x (Kahan)."""
     u = tl.exp(x)
     near = u == 1.0
     inside = tl.where(near | (u == 0.0), 2.0, u)
@@ -32,7 +32,8 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) with the relative accuracy of log: log(u) x / (u - 1) is right for u = 1 + x as rounded (Kahan)."""
+    """Returns log(1 + x) with the relative accuracy of log: log(u) x / (u - 1) is right for u = 1 + x as rounded
+    (Kahan)."""
     u = 1.0 + x
     near = u == 1.0
     inside = tl.where(near, 2.0, u)
@@ -41,7 +42,8 @@ def log1p(x):
 
 @triton.jit
 def tanh_pair(x):
-    """(tanh x, 1 - tanh^2 x), both with relative accuracy; where (1 - e) / (1 + e) cancels, Cephes' polynomial."""
+    """Returns (tanh x, 1 - tanh^2 x), both with relative accuracy; where (1 - e) / (1 + e) cancels, by Cephes'
+    polynomial."""
     magnitude = tl.abs(x)
     e = tl.exp2(magnitude * (-2.0 * INV_LN2))
     inverse = 1.0 / (1.0 + e)
@@ -59,10 +61,10 @@ def tanh_pair(x):
 
 @triton.jit
 def softcap(u, scale, cap, CAPPED: tl.constexpr):
-    """(y, dy/du without the scale): y = cap tanh(scale u / cap), or u itself where nothing is capped.
+    """Returns (y, dy/du without the scale): y = cap tanh(scale u / cap), or u itself where nothing is capped.
 
-    A logit of -inf, an id that is excluded, stays one, and the slope is 0 there: what is added for it changes no
-    finite logit, and takes no register as a selection would.
+    A logit of -inf, an id that is excluded, stays one, and the slope is 0 there: what is added for it changes no finite
+    logit, and takes no register as a selection would.
     """
     if CAPPED:
         value, slope = tanh_pair(u * (scale / cap))

@@ -83,7 +83,7 @@ def rows_of_tile(tile, ids, temperature, count, head, TILES: tl.constexpr):
 
 @triton.jit
 def place(group):
-    """(token tile, part) of a program of the grid (token tiles, parts), in the order in which they start.
+    """Returns (token tile, part) of a program of the grid (token tiles, parts), in the order in which programs start.
 
     All parts for `group` token tiles, the token tile fastest.
     """
@@ -97,7 +97,7 @@ def place(group):
 
 @triton.jit
 def product(hidden, weight, first_row, first_column, width, TILES: tl.constexpr):
-    """hidden[first_row :] weight[first_column :]^T, (BLOCK_M, BLOCK_V) float32."""
+    """Returns hidden[first_row :] weight[first_column :]^T, (BLOCK_M, BLOCK_V) float32."""
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_V: tl.constexpr = TILES.block_v
     tl.assume(width > 0)  # or the flattened loop gets a second copy of the epilogue, for tiles without a product
@@ -111,7 +111,7 @@ def product(hidden, weight, first_row, first_column, width, TILES: tl.constexpr)
 
 @triton.jit
 def quarters(acc):
-    """A tile (BLOCK_M, BLOCK_V) as four, left to right; every column stays in its threads.
+    """Returns a tile (BLOCK_M, BLOCK_V) as four, left to right; every column stays in its threads.
 
     An epilogue takes them in turn: it needs several registers per logit, and a whole tile would spill.
     """
@@ -124,19 +124,20 @@ def quarters(acc):
 
 @triton.jit
 def column_of(ids, vocab):
-    """Sampled ids as 32-bit columns, which a tile compares with its own at half the cost; -1 outside the vocabulary."""
+    """Returns sampled ids as 32-bit columns, -1 outside the vocabulary. A tile compares these with its columns at half
+    the cost."""
     return tl.where((ids >= 0) & (ids < vocab), ids, -1).to(tl.int32)
 
 
 @triton.jit
 def is_id(ids, first_column, WIDTH: tl.constexpr):
-    """(BLOCK_M, WIDTH): where the sampled ids are among the columns from `first_column` on."""
+    """Returns where the sampled ids are among the columns from `first_column` on, (BLOCK_M, WIDTH)."""
     return tl.arange(0, WIDTH)[None, :] == (ids - first_column)[:, None]
 
 
 @triton.jit
 def to_logits(acc, columns, head, TILES: tl.constexpr):
-    """(y, slope of the softcap) of a tile; y is -inf past the end of the vocabulary."""
+    """Returns (y, slope of the softcap) of a tile; y is -inf past the end of the vocabulary."""
     if head.bias is not None:
         acc += tl.load(head.bias + columns, mask=columns < head.vocab, other=0.0).to(tl.float32)[None, :]
     y, slope = softcap(acc, head.logit_scale, head.softcap, TILES.capped)
@@ -147,14 +148,14 @@ def to_logits(acc, columns, head, TILES: tl.constexpr):
 
 @triton.jit
 def part_block(partials, rows, live, count, first, parts):
-    """(pointers, mask) of COMBINED_PARTS parts of rows from `first` on, of one plane (parts, count) of them."""
+    """Returns (pointers, mask) of COMBINED_PARTS parts of rows from part `first` on, in one plane (parts, count)."""
     part = first + tl.arange(0, COMBINED_PARTS)
     at = partials + part.to(tl.int64)[:, None] * count + rows[None, :]
     return at, (part < parts)[:, None] & live[None, :]
 
 
 def tiles_per_part(launch: MatmulLaunch, device: torch.device, tiles: int) -> int:
-    """How many of the vocabulary's tiles a program has, by the vocabulary and the device alone.
+    """Returns how many of the vocabulary's tiles a program has. It follows from the vocabulary and the device alone.
 
     So whatever batch a row stands in, the same tiles are summed together, in the same order, and its statistics have
     the same bits. One token tile fills all multiprocessors; more of them, whole waves but one.
@@ -190,7 +191,8 @@ def head_of(hidden: Tensor, chunk: HeadChunk) -> Head:
 
 
 def prepare(kernel: str, chunk: HeadChunk) -> Product:
-    """Launch arguments of "fused_logp" or "fused_exponentials". 16-bit inputs: others have no tensor cores."""
+    """Returns the launch arguments of "fused_logp" or "fused_exponentials". Inputs are 16-bit: others have no tensor
+    cores."""
     hidden, weight = rows_for_tma(chunk.hidden), chunk.weight
     (count, width), vocab = hidden.shape, weight.shape[0]
     launch: MatmulLaunch = getattr(launch_of(hidden.device), kernel)

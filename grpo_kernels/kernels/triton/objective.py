@@ -59,13 +59,13 @@ class Token(NamedTuple):
 
 @triton.jit
 def clamp(x, low, high):
-    """x within [low, high]; NaN stays."""
+    """Returns x within [low, high]; NaN stays NaN."""
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
 @triton.jit
 def clip(p, r, clamped, A):
-    """(value, d value / d x)."""
+    """Returns (value, d value / d x)."""
     low, high = 1.0 - p.epsilon_low, 1.0 + p.epsilon_high
     first, second = -A * tl.where(r > p.delta, p.delta, r), -A * clamp(r, low, high)
     takes_second = first < second
@@ -78,7 +78,7 @@ def clip(p, r, clamped, A):
 
 @triton.jit
 def weighted_logp(p, r, logp, A, SURROGATE: tl.constexpr):
-    """(value, d value / d logp): the ratio within its bounds is a constant weight."""
+    """Returns (value, d value / d logp): the ratio within its bounds is a constant weight."""
     if SURROGATE == "reinforce":
         slope = tl.where(logp != logp, logp, -A)
     elif SURROGATE == "cispo":
@@ -98,7 +98,7 @@ def weighted_logp(p, r, logp, A, SURROGATE: tl.constexpr):
 
 @triton.jit
 def sapo(p, r, clamped, A):
-    """(value, d value / d x); the gate and its complement each without cancellation."""
+    """Returns (value, d value / d x); the gate and its complement are each computed without cancellation."""
     tau = tl.where(A > 0.0, p.sapo_temperature_pos, p.sapo_temperature_neg)
     at = tau * (r - 1.0)
     decay = tl.exp(-tl.abs(at))
@@ -109,7 +109,7 @@ def sapo(p, r, clamped, A):
 
 @triton.jit
 def kl_estimate(p, logp, ref, KL: tl.constexpr):
-    """(estimate under its clamps, d estimate / d logp)."""
+    """Returns (estimate under its clamps, d estimate / d logp)."""
     raw = ref - logp
     upper = p.kl_delta_clamp
     if KL == "k3":
@@ -129,7 +129,7 @@ def kl_estimate(p, logp, ref, KL: tl.constexpr):
 
 @triton.jit
 def weighted(weight, x):
-    """A weight of 0 selects 0, whatever x is."""
+    """Returns weight x, and 0 where the weight is 0, whatever x is."""
     return tl.where(weight != 0.0, weight * x, 0.0)
 
 
@@ -185,14 +185,15 @@ def token_kernel(
 
 @triton.jit
 def add_column(sums, column: tl.constexpr, values):
-    """sums (SEQUENCES, COLUMN_WIDTH) float64 with the row sums of values (SEQUENCES, BLOCK) added in one column."""
+    """Returns sums (SEQUENCES, COLUMN_WIDTH) float64 with the row sums of values (SEQUENCES, BLOCK) added in one
+    column."""
     is_column = tl.arange(0, COLUMN_WIDTH)[None, :] == column
     return sums + tl.where(is_column, tl.sum(values.to(tl.float64), 1)[:, None], 0.0)
 
 
 @triton.jit
 def smaller(x, y):
-    """NaN stays."""
+    """Returns the smaller of x and y; NaN stays NaN."""
     return tl.where((y < x) | (y != y), y, x)
 
 
@@ -203,8 +204,10 @@ def larger(x, y):
 
 @triton.jit
 def add_sequences(exact, group_index, numbers, count, num_groups):
-    """Behind the rows of the sequences: those of the groups, then that of all, then the extrema. From the L2 cache,
-    where other programs have written."""
+    """Stores the sums of the groups and of the batch, and the extrema, behind the rows of the sequences.
+
+    It reads from the L2 cache, where other programs have written.
+    """
     column, lane = tl.arange(0, COLUMN_WIDTH), tl.arange(0, LANES)
     wanted = column < COLUMN_COUNT
     for first_row in range(0, num_groups + 1, ROWS):
@@ -246,8 +249,8 @@ def sequence_kernel(
     logp, dlogp, advantage, direct, via_ratio, old, ref, scale, p, VARIANT: tl.constexpr, SEQUENCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per sequence a row of COLUMNS in float64 and in float32, and in float64 the least and largest ratio and the
-    largest mismatch."""
+    """Stores for each sequence a row of COLUMNS in float64 and in float32, and in float64 the least and largest ratio
+    and the largest mismatch."""
     sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < count
     start = tl.load(offsets + sequence, mask=live, other=0)

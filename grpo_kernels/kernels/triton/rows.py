@@ -49,7 +49,7 @@ GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of 
 
 @triton.jit
 def logit_scales(p, temperature, CAPPED: tl.constexpr):
-    """(to_z, dz_du = dz/du without the softcap's slope) in float64."""
+    """Returns (to_z, dz/du without the softcap's slope) in float64."""
     dz_du = p.logit_scale / temperature.to(tl.float64)
     if CAPPED:
         return 1.0 / temperature.to(tl.float64), dz_du
@@ -79,7 +79,8 @@ class RowSums(NamedTuple):
 
 
 class GradientTerms(NamedTuple):
-    """du_j = 2^t (constant + linear t) slope_j for all but the sampled id, which has du_id; (ROWS,) each."""
+    """What the gradient du_j = 2^t (constant + linear t) slope_j is computed from; the sampled id has du_id. (ROWS,)
+    each."""
 
     top: Any
     to_exponent: Any
@@ -129,8 +130,10 @@ class Gradient(NamedTuple):
 
 @triton.jit
 def rows_of_program(logits, ids, place, temperature, count, ROWS: tl.constexpr):
-    """The first fields of Row: a function of Triton 3.4 returns no None, which the bias may be. `place`: the token of
-    row 0 where tokens follow it, or a pointer to the places of all rows."""
+    """Returns the first fields of Row: a function of Triton 3.4 returns no None, which the bias may be.
+
+    place: the token of row 0 where tokens follow it, or a pointer to the positions of all rows in the batch.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
     token = tokens_of(rows, place, live)
@@ -151,13 +154,13 @@ def tokens_of(rows, place, live):
 
 @triton.jit
 def rows_of(matrix, rows):
-    """Pointers to their first elements."""
+    """Returns pointers to the first elements of rows."""
     return matrix.data + rows * matrix.row_stride
 
 
 @triton.jit
 def no_sums(ROWS: tl.constexpr):
-    """RowSums of no column."""
+    """Returns RowSums of no column."""
     return RowSums(
         tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
     )
@@ -165,7 +168,7 @@ def no_sums(ROWS: tl.constexpr):
 
 @triton.jit
 def add_block(y, sums, to_exponent):
-    """RowSums extended by a block y (ROWS, BLOCK)."""
+    """Returns RowSums with a block y (ROWS, BLOCK) added."""
     block_top = tl.max(y, 1)
     new_top = tl.where(block_top > sums.top, block_top, sums.top)
     # Before the first finite logit any finite reference will do: all terms are 0, or NaN.
@@ -182,7 +185,7 @@ def add_block(y, sums, to_exponent):
 
 @triton.jit
 def load_logits(row, columns, end, wanted):
-    """The float32 logits (ROWS, COLUMNS), bias included; 0 where none is wanted."""
+    """Returns the float32 logits (ROWS, COLUMNS), bias included; 0 where none is wanted."""
     logits = tl.load(row.u[:, None] + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
     if row.bias is not None:
         # A row of its own: the same threads hold a column of it and of the logits.
@@ -192,7 +195,7 @@ def load_logits(row, columns, end, wanted):
 
 @triton.jit
 def load_sampled(row, known):
-    """The float32 logit of each row's sampled id, bias included."""
+    """Returns the float32 logit of each row's sampled id, bias included."""
     logit = tl.load(row.u + row.ids, mask=known, other=0.0).to(tl.float32)
     if row.bias is not None:
         logit += tl.load(row.bias + row.ids, mask=known, other=0.0)
@@ -204,7 +207,8 @@ def load_sampled(row, known):
 
 @triton.jit
 def add_columns(row, left_out, first, end, sums, to_exponent, p, CAPPED: tl.constexpr, COLUMNS: tl.constexpr):
-    """add_block with the logits of the columns from `first` to `end`, at most COLUMNS, but for the one left out."""
+    """Returns RowSums with the columns from `first` to `end` added, at most COLUMNS, except the column left out of each
+    row."""
     columns = first + tl.arange(0, COLUMNS)
     inside = row.live[:, None] & (columns < end)[None, :]
     y, _ = softcap(load_logits(row, columns, end, inside), p.logit_scale, p.softcap, CAPPED)
@@ -214,7 +218,7 @@ def add_columns(row, left_out, first, end, sums, to_exponent, p, CAPPED: tl.cons
 
 @triton.jit
 def row_sums(row, left_out, to_z, p, CAPPED: tl.constexpr, OPTIONS: tl.constexpr):
-    """RowSums of rows but for the column `left_out` of each; -1: of whole rows."""
+    """Returns RowSums of rows without the column `left_out` of each; -1: of whole rows."""
     BLOCK: tl.constexpr = OPTIONS.block
     to_exponent = (to_z * INV_LN2).to(tl.float32)
     sums = no_sums(OPTIONS.rows)
@@ -232,8 +236,11 @@ def row_sums(row, left_out, to_z, p, CAPPED: tl.constexpr, OPTIONS: tl.constexpr
 
 @triton.jit
 def add_sampled(others, y_id, known, to_z):
-    """(top, log S relative to it, entropy, logp) from RowSums of the other ids, which would be lost beside the sampled
-    id's exponential where p is near 1: where it is the largest, log S = log1p(sum of the others)."""
+    """Returns (top, log S relative to it, entropy, logp) from RowSums of the other ids.
+
+    The others would be lost next to the sampled id's exponential where p is near 1. Where it is the largest, log S is
+    therefore log1p(sum of the others).
+    """
     counts = known & (y_id != -float("inf"))
     ahead = (y_id.to(tl.float64) - others.top.to(tl.float64)) * to_z
     leads = counts & (ahead > 0.0)
@@ -269,14 +276,15 @@ def statistics_kernel(logits, ids, place, temperature, stats, count, p, OPTIONS:
 
 @triton.jit
 def split_lse(lse, to_z):
-    """(top, log_sum): lse in units of y, rounded to float32, and what the rounding leaves."""
+    """Returns (top, log_sum): lse in units of y, rounded to float32, and what the rounding leaves."""
     top = (lse / to_z).to(tl.float32)
     return top, lse - top.to(tl.float64) * to_z
 
 
 @triton.jit
 def load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS: tl.constexpr):
-    """(GradientTerms, log_sum, d loss / d logp, d loss / d entropy); 1 - p of the sampled id comes from expm1."""
+    """Returns (GradientTerms, log_sum, d loss / d logp, d loss / d entropy); 1 - p of the sampled id comes from
+    expm1."""
     to_z, dz_du = scales
     top, log_sum = split_lse(tl.load(stats.lse + row.token, mask=row.live, other=0.0), to_z)
     entropy = tl.load(stats.entropy + row.token, mask=row.live, other=0.0)
@@ -300,7 +308,8 @@ def load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS: tl.constexpr):
 
 @triton.jit
 def add_divergence(row, terms, pair, p, OPTIONS: tl.constexpr):
-    """The GradientTerms with what the sampled id gets of the divergence; only a row without either gradient is zero."""
+    """Returns the GradientTerms with the divergence's gradient at the sampled id added. A row is zero where it has
+    neither gradient."""
     is_zero = terms.is_zero & (pair.ddivergence == 0.0)
     known = row.known & ~is_zero
     y1, slope = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
@@ -312,7 +321,8 @@ def add_divergence(row, terms, pair, p, OPTIONS: tl.constexpr):
 
 @triton.jit
 def gradient_of(row, columns, end, wanted, terms, pair, p, OPTIONS: tl.constexpr):
-    """The gradient (ROWS, COLUMNS) of these columns; anything where none is wanted. `pair`: None without a teacher."""
+    """Returns the gradient (ROWS, COLUMNS) of these columns; anything where none is wanted. `pair`: None without a
+    teacher."""
     y, slope = softcap(load_logits(row, columns, end, wanted), p.logit_scale, p.softcap, OPTIONS.capped)
     if OPTIONS.divergence is not None:
         u = load_logits(pair.row, columns, end, wanted)
@@ -327,7 +337,7 @@ def gradient_of(row, columns, end, wanted, terms, pair, p, OPTIONS: tl.constexpr
 
 @triton.jit
 def store_columns(row, du, first, end, terms, pair, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The gradient of the columns from `first` to `end`, at most COLUMNS."""
+    """Stores the gradient of the columns from `first` to `end`, at most COLUMNS."""
     columns = first + tl.arange(0, COLUMNS)
     wanted = row.live[:, None] & (columns < end)[None, :]
     # A zero-gradient row is not read: whatever it holds, its gradient is 0.
@@ -343,7 +353,8 @@ def gradient_kernel(
     logits, ids, place, temperature, stats, dlogp, dentropy, count, gradient, p, teacher, teacher_stats, weight, q,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """With a `teacher` also the gradient of the divergence, from `teacher_stats`."""
+    """Stores the gradient of rows; with a `teacher` that of the divergence too, from the `teacher_stats` of its
+    kernel."""
     BLOCK: tl.constexpr = OPTIONS.block
     at = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
@@ -377,13 +388,13 @@ def gradient_kernel(
 
 
 def statistics(chunk: LogitChunk) -> None:
-    """logp, entropy and lse of logits (C, V)."""
+    """Writes logp, entropy and lse of logits (C, V)."""
     grid, options = row_options(chunk)
     statistics_kernel[grid](*read_by(chunk), chunk.stats, len(chunk.logits), scalars(chunk.transform), **options)
 
 
 def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) -> None:
-    """d loss / d logits (C, V)."""
+    """Writes d loss / d logits (C, V)."""
     grid, options = row_options(chunk, out)
     gradient_kernel[grid](
         *read_by(chunk), chunk.stats, dlogp.contiguous(), dentropy.contiguous(), len(chunk.logits),
@@ -393,12 +404,12 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) ->
 
 
 def scalars(transform: LogitTransform) -> LogitTransform:
-    """Floats, which Triton does not compile in as it does integers of 1."""
+    """Returns the transform with floats, which Triton does not compile in as it does integers of 1."""
     return LogitTransform(*map(float, transform))
 
 
 def read_by(chunk: LogitChunk) -> tuple[Logits, Tensor, int | Tensor, Tensor]:
-    """What kernels of rows take first: logits, ids, place, temperature."""
+    """Returns what kernels of rows take first: logits, ids, place, temperature."""
     return logits_of(chunk.logits, chunk.bias), chunk.ids, place(chunk.rows), chunk.temperature
 
 
@@ -407,12 +418,12 @@ def logits_of(logits: Tensor, bias: Tensor | None) -> Logits:
 
 
 def place(rows: Rows) -> int | Tensor:
-    """What tokens_of takes for a chunk."""
+    """Returns what tokens_of takes for a chunk: its first token, or the positions of all."""
     return rows.start if rows.index is None else rows.index
 
 
 def row_options(chunk: LogitChunk, out: Tensor | None = None) -> tuple[tuple[int], dict[str, Any]]:
-    """(grid, what is compiled in) of a kernel that writes rows of `out`."""
+    """Returns (grid, compile-time options) of a kernel that writes rows of `out`."""
     logits, softcap = chunk.logits, chunk.transform.softcap
     count, vocab = logits.shape
     launch = launch_of(logits.device).rows
@@ -425,7 +436,8 @@ def row_options(chunk: LogitChunk, out: Tensor | None = None) -> tuple[tuple[int
 
 
 def teacher_of(chunk: LogitChunk) -> tuple[Any, ...]:
-    """(its logits, what is known of all tokens, the weights of their divergence, its numbers), or as many None."""
+    """Returns (logits, statistics of all tokens, weights of the divergences, scalars) of a chunk's teacher; four None
+    without one."""
     teacher = chunk.teacher
     if teacher is None:
         return None, None, None, None

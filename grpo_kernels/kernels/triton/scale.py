@@ -17,7 +17,7 @@ MAX_PROGRAMS = 1024  # they take turns; what a large GPU holds at once
 
 @triton.jit(do_not_specialize=["factor", "count"])
 def scale_kernel(x, factor, count, BLOCK: tl.constexpr, REST: tl.constexpr):
-    """The factor multiplies in float32."""
+    """Multiplies x by the factor, in float32."""
     multiplier = tl.load(factor)
     if multiplier != 1.0:
         # Whole blocks need no mask: one that ends at a number of unknown divisors would take the wide loads away.
@@ -33,7 +33,7 @@ def scale_kernel(x, factor, count, BLOCK: tl.constexpr, REST: tl.constexpr):
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, a float32 scalar on its device."""
+    """Multiplies x by a factor in place, a float32 scalar on its device."""
     programs = min(triton.cdiv(x.numel(), BLOCK_SIZE), MAX_PROGRAMS)
     if programs:
         scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=BLOCK_SIZE, REST=REST_SIZE, num_warps=4)

@@ -46,7 +46,7 @@ class Progress(NamedTuple):
 
 @triton.jit
 def mixed(x):
-    """Of 32 bits, as murmur3 ends; csrc/cpu/sparse.cpp."""
+    """Returns a hash of 32-bit integers: the last steps of murmur3; csrc/cpu/sparse.cpp."""
     x += 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -55,7 +55,7 @@ def mixed(x):
 
 @triton.jit
 def start_of_sum(token, lse, first_id):
-    """Where the running sums of tokens begin; csrc/cpu/sparse.cpp."""
+    """Returns where the running sums of tokens begin; csrc/cpu/sparse.cpp."""
     bits = lse.to(tl.float32).to(tl.uint32, bitcast=True)
     word = mixed(mixed(mixed(token.to(tl.uint32)) + bits) + first_id.to(tl.uint32))
     return (word >> 1).to(tl.int64)
@@ -63,7 +63,7 @@ def start_of_sum(token, lse, first_id):
 
 @triton.jit
 def shares_of(row, columns, end, terms, sink, p, OPTIONS: tl.constexpr):
-    """(gradients, whether they are kept as they are, their shares); 0 is the share of a column beyond `end`."""
+    """Returns (gradients, whether they are kept as they are, their shares); a column beyond `end` has a share of 0."""
     wanted = (row.live & ~terms.is_zero)[:, None] & (columns < end)[None, :]
     value = gradient_of(row, columns, end, wanted, terms, None, p, OPTIONS)
     share = tl.abs(value) * sink.to_share[:, None]
@@ -74,7 +74,8 @@ def shares_of(row, columns, end, terms, sink, p, OPTIONS: tl.constexpr):
 
 @triton.jit
 def add_up(progress, steps, sink):
-    """(Progress behind these columns, field by field; whether any row has a pair among them that is to be stored)."""
+    """Returns Progress behind these columns, field by field, and whether any row has a pair among them that is to be
+    stored."""
     total = progress.sum + tl.sum(steps, 1)
     kept = (total >> BITS).to(tl.int32)
     stores = tl.max(tl.where(progress.pairs < sink.capacity, kept, 0), 0) > 0
@@ -83,7 +84,7 @@ def add_up(progress, steps, sink):
 
 @triton.jit
 def store_part(row, first, end, terms, sink, progress, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The pairs of the columns from `first` to `end`, at most COLUMNS; Progress behind them."""
+    """Stores the pairs of the columns from `first` to `end`, at most COLUMNS; returns Progress behind them."""
     columns = first + tl.arange(0, COLUMNS)
     value, exact, steps = shares_of(row, columns, end, terms, sink, p, OPTIONS)
     fraction, pairs, stores = add_up(progress, steps, sink)
@@ -99,7 +100,7 @@ def store_part(row, first, end, terms, sink, progress, p, OPTIONS: tl.constexpr,
 
 @triton.jit
 def store_block(row, first, end, terms, sink, progress, p, OPTIONS: tl.constexpr, PART: tl.constexpr):
-    """store_part of a block, by parts of PART columns where there is something to store."""
+    """Does what store_part does for a block, by parts of PART columns where there is something to store."""
     BLOCK: tl.constexpr = OPTIONS.block
     _, _, steps = shares_of(row, first + tl.arange(0, BLOCK), end, terms, sink, p, OPTIONS)
     fraction, pairs, stores = add_up(progress, steps, sink)
@@ -139,7 +140,7 @@ def sparse_kernel(
 
 
 def sparse_gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, rule: SparseRule, out: SparseRows) -> None:
-    """d loss / d logits (C, V) as pairs."""
+    """Writes d loss / d logits (C, V) as pairs."""
     grid, options = row_options(chunk)
     part = min(32 * options["num_warps"], options["OPTIONS"].block)
     sparse_kernel[grid](

@@ -32,7 +32,8 @@ from .rows import (
 
 @triton.jit
 def add_columns(row, other, first, end, sums, sides, p, q, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums, extended by the columns from `first` to `end`, at most COLUMNS: (D, 0); with jsd (KL(q|m), KL(p|m))."""
+    """Returns the sums with the columns from `first` to `end` added, at most COLUMNS: (D, 0); with jsd (KL(q|m),
+    KL(p|m))."""
     total, of_policy = sums
     policy, teacher = sides
     columns = first + tl.arange(0, COLUMNS)
@@ -92,7 +93,8 @@ def divergence_kernel(
 
 
 def statistics(chunk: LogitChunk) -> None:
-    """Statistics of the logits; with a teacher also the divergence, its offset and the teacher's log-sum-exp."""
+    """Writes the statistics of the logits; with a teacher also the divergence, its offset and the teacher's
+    log-sum-exp."""
     rows.statistics(chunk)
     if chunk.teacher is not None:
         grid, options = row_options(chunk)
