@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
-    """The public names, without the modules that hold them."""
+    """Returns the public names, without the modules that hold them."""
     return [*__all__, "__version__"]
 
 

@@ -109,7 +109,7 @@ def fused_grpo_loss(
     teacher: Teacher | TopKTeacher | None = None,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
-    """The GRPO family's loss from hidden states, forward and backward, without (N, V) logits.
+    """Computes the GRPO family's loss from hidden states, forward and backward, without (N, V) logits.
 
     Shapes: N = B T tokens, S sequences (B, or the packed ones), H hidden size, V vocabulary.
 
@@ -231,11 +231,11 @@ def grpo_loss_from_logps(
     entropy: Tensor | None = None,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
-    """`fused_grpo_loss` from log-probabilities (B, T) or packed (N,), nats; differentiable in logps and entropy.
+    """Computes the loss of `fused_grpo_loss` from log-probabilities (B, T) or packed (N,), nats.
 
-    entropy: of the same shape; needed for an entropy bonus or threshold. NaN in either at an unmasked position makes
-    the loss NaN. Options of the logits (temperature, ...) and of the engine are not read here. Everything else as in
-    `fused_grpo_loss`.
+    It is differentiable in logps and entropy. entropy: of the same shape; needed for an entropy bonus or threshold. NaN
+    in either at an unmasked position makes the loss NaN. Options of the logits (temperature, ...) and of the engine are
+    not read. Everything else is as in `fused_grpo_loss`.
     """
     config = read_config("grpo_loss_from_logps", options)
     refuse_transforms("grpo_loss_from_logps", logps, entropy)
@@ -255,7 +255,7 @@ def grpo_loss_from_logps(
 
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """A copy in float32 or better with 0 where masked."""
+    """Returns a copy in float32 or better, 0 where masked."""
     x = x.detach().to(statistics_dtype(x.dtype), copy=mask is None)
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
@@ -270,10 +270,10 @@ def grpo_loss_from_logits(
     inplace: bool = False,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
-    """`fused_grpo_loss` from raw logits (B, T, V) or (N, V) that the caller holds, any row stride.
+    """Computes the loss of `fused_grpo_loss` from raw logits (B, T, V) or (N, V) of the caller, with any row stride.
 
-    One buffer of gradients is made; with inplace=True none: the gradient replaces the logits, which must not be used
-    again (autograd notices if something else saved them). Everything else as in `fused_grpo_loss`.
+    It allocates one buffer of gradients; with inplace=True none: the gradient overwrites the logits, which must not be
+    used again (autograd notices if something else saved them). Everything else is as in `fused_grpo_loss`.
     """
     config = read_config("grpo_loss_from_logits", options)
     refuse_transforms("grpo_loss_from_logits", logits)

@@ -71,7 +71,7 @@ class LossConfig:
 
     @property
     def kl_clamps(self) -> tuple[float | None, float | None]:
-        """(bound on |ref_logp - logp|, bound on |KL|)."""
+        """Returns (bound on |ref_logp - logp|, bound on |KL|)."""
         if not isinstance(self.kl_clamp, tuple):
             return None, self.kl_clamp
         if len(self.kl_clamp) != 2:

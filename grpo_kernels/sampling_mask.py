@@ -96,7 +96,7 @@ class SamplingMask:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the tokens: (B, T) or (N,)."""
+        """Returns the shape of the tokens: (B, T) or (N,)."""
         return self.counts.shape
 
     def to(self, device: torch.device | str | int) -> SamplingMask:

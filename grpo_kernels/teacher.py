@@ -124,8 +124,11 @@ class TopKTeacher:
 
     @property
     def sampling_mask(self) -> SamplingMask:
-        """The same ids as the ids that a token keeps. With mode "renormalize", whose divergence is over these ids, a
-        call with both takes the time of K ids (`fused_distillation_loss` makes it)."""
+        """Returns the same ids as the ids that a token keeps.
+
+        With mode "renormalize", whose divergence is over these ids, a call with both takes the time of K ids
+        (`fused_distillation_loss` makes it).
+        """
         return SamplingMask.from_padded(torch.where(self.ids < 0, -1, self.ids))
 
     @classmethod

@@ -28,19 +28,19 @@ class Lengths:
 
     @cached_property
     def of_sequences(self) -> Tensor:
-        """(S,)"""
+        """Returns the number of tokens of each sequence that count, (S,)."""
         if self.mask is None:
             return self.sequences.offsets.diff().to(self.dtype)
         return self.sequences.sum(self.mask, self.dtype)
 
     @cached_property
     def at_least_one(self) -> Tensor:
-        """(S,)"""
+        """Returns the same numbers, at least 1, (S,)."""
         return self.of_sequences.clamp(min=1)
 
     @cached_property
     def total(self) -> Tensor:
-        """() at least 1."""
+        """Returns the number of all tokens that count, (), at least 1."""
         if self.mask is None:
             number = max(1, self.sequences.num_tokens)
             return torch.full((), number, dtype=self.dtype, device=self.sequences.offsets.device)
@@ -60,6 +60,7 @@ def weight_of_tokens(c: LossConfig, lengths: Lengths, normalizer: Tensor | None)
 
 
 def denominator(c: LossConfig, lengths: Lengths, normalizer: Tensor | None) -> Tensor | int:
+    """Returns what the loss is divided by, besides the length of each sequence for seq_mean."""
     if normalizer is not None:
         return normalizer
     if c.aggregation in ("token_mean", "num_items"):  # BNPO, PPO; DAPO, CISPO, VESPO, whose count may be a normalizer

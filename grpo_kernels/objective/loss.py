@@ -97,7 +97,8 @@ def weighted(weight: Tensor, slope: Tensor, left_out: Tensor | None = None) -> T
 
 
 def _of_sequences(tokens: Tokens, token_log_ratio: Tensor, logp: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(the log-ratio that the surrogate sees, the scale of the surrogate, d log-ratio / d logp of the token)."""
+    """Returns (the log-ratio that the surrogate sees, the scale of the surrogate, d log-ratio / d logp of the
+    token)."""
     c, sequences, A, scale = tokens.config, tokens.sequences, tokens.advantage, tokens.surrogate_scale
     scored = torch.ones_like(token_log_ratio, dtype=torch.bool) if tokens.scored is None else tokens.scored
     lengths = tokens.lengths.at_least_one

@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def record_fields(self) -> tuple[str, ...]:
-        """The names of what GRPOLoss.value_and_metrics returns."""
+        """Returns the names of the fields that GRPOLoss.value_and_metrics returns."""
         inputs, rules = self.tokens, rules_of(self.tokens, self.config, self.per_sequence, self.has_teacher)
         present = {
             "scored": inputs.completion_mask is not None or not (self.config.score_inactive or rules.all_have_gradient),
@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def others(self) -> dict[str, int]:
-        """How many numbers a call has besides those of its tokens, by what they are of."""
+        """Returns how many numbers a call has besides those of its tokens, by what they belong to."""
         config, tokens = self.config, self.tokens
         present = {
             "mask": (tokens.kept_ids is not None) * len(MASK_SUMS),
@@ -124,7 +124,7 @@ def column_sums(batch: Batch, record: Tensor) -> Sums:
 
 
 def _extrema(ratio: Tensor, mismatch: Tensor, known: Tensor, scored: Tensor | None) -> Tensor:
-    """(3,); infinite where there is nothing to look at."""
+    """Returns the extrema (3,); infinite where nothing is measured."""
     if ratio.numel() == 0:
         return ratio.new_tensor([torch.inf, -torch.inf, -torch.inf])
     counted = known.bool() if scored is None else known.bool() & scored
@@ -156,7 +156,7 @@ class Measured:
     probability of these behind them."""
 
     def __init__(self, batch: Batch, measured: Tensor, others: Tensor) -> None:
-        """measured: the record (fields, N), or the sums in one row."""
+        """Adds up what a call measured: the record (fields, N), or the sums in one row."""
         self.batch = batch
         config, tokens = batch.config, batch.tokens
         if measured.dim() == 1:
@@ -182,7 +182,7 @@ class Measured:
         self.of_rollout, self.rollout_extrema = rollout_sums(tokens, batch.shape, totals.device, totals.dtype)
 
     def pairs(self, sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """metric -> (sum, count) of the metrics that this call has, from sums (..., K); views."""
+        """Returns metric -> (sum, count) of the metrics that this call has, from sums (..., K); views."""
         column = _columns(sums)
         pairs = {
             name: (column[top], column[bottom])
@@ -194,7 +194,7 @@ class Measured:
         return pairs
 
     def all_pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """metric -> (sum, count) of the batch; views."""
+        """Returns metric -> (sum, count) of the batch; views."""
         all_pairs, others = self.pairs(self.sums.totals) | self.of_rollout, self.others
         if "mask" in others:
             # How often the sampled id had to be added to the ids of a sampling mask; and the probability mass of the
@@ -211,14 +211,14 @@ class Measured:
         return all_pairs
 
     def metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """metric -> (sum, count): copies, so that a caller may add the sums of other ranks in place."""
+        """Returns metric -> (sum, count): copies, so that a caller may add the sums of other ranks in place."""
         sums = {name: (total.clone(), count.clone()) for name, (total, count) in self.all_pairs().items()}
         if (equal := self._equal_reward_groups()) is not None:
             sums["equal_reward_groups"] = equal.sum(), equal.new_full((), self.batch.num_groups)
         return sums
 
     def metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """metric -> scalar."""
+        """Returns metric -> scalar."""
         pairs, column = self.all_pairs(), _columns(self.sums.totals)
         metrics = _divide(pairs) | derived_metrics(pairs) | self.rollout_extrema
         # Like the means, 0 where there is nothing to look at.
@@ -234,12 +234,13 @@ class Measured:
         return metrics
 
     def of_sequences(self) -> dict[str, Tensor]:
-        """(S,) each: the sequence's share of the loss, its tokens, the mean of each metric over them."""
+        """Returns (S,) each: the sequence's share of the loss, its tokens, the mean of each metric over them."""
         column = _columns(self.sums.sequences)
         return {name: column[name].clone() for name in ("loss", "tokens")} | _divide(self.pairs(self.sums.sequences))
 
     def of_groups(self) -> dict[str, Tensor]:
-        """(num_groups,) each: the group's share of the loss, its tokens, means of kl and clip ratio, of the rewards."""
+        """Returns (num_groups,) each: the group's share of the loss, its tokens, means of kl, of the clip ratio and of
+        the rewards."""
         if not self.batch.num_groups:
             return {}
         column = _columns(self.sums.groups)
@@ -255,7 +256,8 @@ class Measured:
         return means
 
     def _equal_reward_groups(self) -> Tensor | None:
-        """(num_groups,) 1 where all rewards are equal, so that the group has no gradient; None without rewards."""
+        """Returns 1 for each group whose rewards are all equal, so that it has no gradient, (num_groups,); None without
+        rewards."""
         if self.batch.reward_statistics is None:
             return None
         _, std = self.batch.reward_statistics
@@ -263,11 +265,11 @@ class Measured:
 
 
 def _columns(sums: Tensor) -> dict[str, Tensor]:
-    """The columns of sums (..., K) by name; views."""
+    """Returns the columns of sums (..., K) by name; views."""
     return dict(zip(COLUMNS, sums.unbind(-1), strict=True))
 
 
 def _divide(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """name -> sum / count, 0 where there is nothing to count."""
+    """Returns name -> sum / count, 0 where nothing is counted."""
     totals, counts = (torch.stack(x) for x in zip(*pairs.values(), strict=True))
     return dict(zip(pairs, (totals / counts.clamp(min=1)).unbind(), strict=True))

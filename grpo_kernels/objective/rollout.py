@@ -107,7 +107,7 @@ def derived_metrics(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Ten
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(N,) or (S,) without a graph, in float32 or float64."""
+    """Returns (N,) or (S,) without a graph, in float32 or float64."""
     return x.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -17,7 +17,7 @@ WEIGHT_LEVELS = LEVELS[:3]  # of a ratio that is a constant: the fourth differs 
 
 
 def shares_ratio(level: str | None) -> bool:
-    """Whether all tokens of a sequence have a share in the gradient of its ratio."""
+    """Returns whether all tokens of a sequence have a share in the gradient of its ratio."""
     return level in ("sequence", "sequence_sum")
 
 

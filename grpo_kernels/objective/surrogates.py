@@ -58,7 +58,7 @@ def clip(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
 
 
 def _weighted_logp(weight: Tensor | None, logp: Tensor, A: Tensor, drop: Tensor | None = None) -> Term:
-    """-weight A logp, whose weight is a constant: all gradient goes through logp."""
+    """Returns the term -weight A logp. Its weight is a constant: all gradient goes through logp."""
     slope = torch.where(logp.isnan(), torch.nan, -A) if weight is None else -weight * A
     value = slope * logp
     if drop is not None:
@@ -85,7 +85,7 @@ def cispo_unified(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
 
 
 def reinforce(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
-    """Also VESPO's, whose weight is one of the whole sequence: a factor of the term."""
+    """Returns REINFORCE's term; also VESPO's, whose weight of the whole sequence multiplies the term."""
     return _weighted_logp(None, logp, A)
 
 

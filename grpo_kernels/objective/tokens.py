@@ -156,8 +156,11 @@ def plan(
 
 
 def _divide_by_rollout(rollout: Tensor, old: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(what the ratio divides by, the scale of the surrogate), (N,). Where the sampling engine's log-probability is not
-    known: the old policy's, else a ratio of 1 and no surrogate."""
+    """Returns (what the ratio divides by, the scale of the surrogate), (N,).
+
+    Where the sampling engine's log-probability is not known, the ratio divides by the old policy's; without that it is
+    1, and the token has no surrogate.
+    """
     unknown = rollout.isnan()
     if old is not None:
         return torch.where(unknown, old, rollout), scale
@@ -166,8 +169,10 @@ def _divide_by_rollout(rollout: Tensor, old: Tensor | None, scale: Tensor | None
 
 
 def _weight_via_ratio(config: LossConfig, rules: Rules, lengths: Lengths, weight: Tensor) -> Tensor:
-    """(N,) d loss / d value for what flows through the ratio. On-policy, the ratio of a sequence is 1, and its chain
-    rule is known before any logit is."""
+    """Returns d loss / d value for the gradient through the ratio, (N,).
+
+    On-policy, the ratio of a sequence is 1, so that its chain rule is known before any logit is.
+    """
     level, sequences = config.importance_sampling_level, lengths.sequences
     if not shares_ratio(level) or rules.whole_sequences:
         return weight
@@ -179,7 +184,7 @@ def _weight_via_ratio(config: LossConfig, rules: Rules, lengths: Lengths, weight
 def _may_have_gradient(
     config: LossConfig, rules: Rules, lengths: Lengths, advantage: Tensor, scale: Tensor | None
 ) -> Tensor:
-    """(N,) bool: tokens whose surrogate may have a gradient."""
+    """Returns which tokens' surrogates may have a gradient, (N,) bool."""
     mask, sequences = lengths.mask, lengths.sequences
     # The squared log-ratio of DPPO and IPO has a gradient where the advantage is 0 too.
     active = torch.ones_like(advantage, dtype=torch.bool) if config.dppo_kl_tau else advantage
@@ -195,8 +200,11 @@ def _may_have_gradient(
 def _entropy_weight(
     inputs: TokenInputs, config: LossConfig, lengths: Lengths, weight: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """(N,) d loss / d entropy of the bonus: -entropy_coef times the mean entropy of this call's tokens, scaled by this
-    call's share of the normalizer (with B sequences of B_total: B / B_total; without one: 1)."""
+    """Returns d loss / d entropy of the bonus, (N,).
+
+    It is -entropy_coef times the mean entropy of this call's tokens, scaled by this call's share of the normalizer
+    (with B sequences of B_total: B / B_total; without one: 1).
+    """
     number = 1.0 if inputs.entropy_coef is not None else config.entropy_coef
     if config.entropy_aggregation == "loss":
         each = -number * weight
