@@ -50,8 +50,9 @@ def fused_logps(
     sparse_backward.
 
     sampling_mask: only over the ids that truncated sampling kept for each token, as in `fused_grpo_loss`.
-    sparse_backward: as in `GRPOConfig`, for the backward. logits_dtype: as there; log-probabilities that a loss divides
-    by are computed with the loss's own, so that a policy that has not changed has ratios of 1.
+    sparse_backward: as in `GRPOConfig`, for the backward.
+    logits_dtype: as in `GRPOConfig`. Log-probabilities that a loss divides by are computed with that of the loss, so
+    that a policy that has not changed has ratios of 1.
     vocab_parallel_group: of ranks with a slice of the vocabulary each, as in `fused_grpo_loss`; every rank has to run
     the backward. A sharded weight (DTensor) is gathered, as there.
 

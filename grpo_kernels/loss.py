@@ -36,16 +36,18 @@ if TYPE_CHECKING:
 class GRPOLossOutput:
     """What a loss call returns; everything but `loss` is detached.
 
-    loss: scalar, differentiable. logps, entropy: shape of completion_ids, float32 (float64 from float64), nats; 0 where
-        masked or not scored. divergence: likewise, to the teacher's distribution; None without a teacher.
-        advantages: as used, in the shape that they were given in, (S,) from rewards. None of them
-        shares the memory of an input; `advantages` is copied whenever it is asked for.
+    loss: scalar, differentiable.
+    logps, entropy: shape of completion_ids, float32 (float64 from float64), nats; 0 where masked or not scored.
+    divergence: likewise, to the teacher's distribution; None without a teacher.
+    advantages: as used, in the shape that they were given in, (S,) from rewards; copied whenever they are asked for.
+
+    None of these shares the memory of an input.
 
     These are tensors, computed at first access:
 
-    metrics: name -> scalar; with an entropy bonus there is policy_loss, the loss without it. metric_sums: name ->
-        (sum, count), to be added over ranks and micro-batches. Both read old_logps, rollout_logps and rollout_weights
-        of the call when they are first asked for.
+    metrics: name -> scalar; with an entropy bonus there is policy_loss, the loss without it.
+    metric_sums: name -> (sum, count), to be added over ranks and micro-batches. Like `metrics` it reads old_logps,
+        rollout_logps and rollout_weights of the call when it is first asked for.
     sequences: name -> (S,): loss (the sequence's share: the shares add up to `loss`), tokens, and the mean of each
         metric over the sequence's tokens (0 for a sequence without tokens).
     groups: name -> (num_groups,), when groups are given: loss (the group's share), kl, clip_ratio, tokens, and from
@@ -116,18 +118,22 @@ def fused_grpo_loss(
     Args:
         hidden: (B, T, H), or packed (N, H) with cu_seqlens; row t predicts completion_ids[:, t]. float32, bfloat16,
             float16 or float64; any strides.
-        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type; or in float32 with 16-bit hidden states, which are
-            then converted: products in float32, each gradient in its input's type. Under torch.autocast products are in
-            its type. Gradients are computed for the inputs that require them. For a layer of PEFT see
+        lm_head_weight: (V, H), in hidden's type; or in float32 with 16-bit hidden states, which are then converted:
+            products in float32, each gradient in its input's type. Under torch.autocast products are in its type.
+            Gradients are computed for the inputs that require them. For a layer of PEFT see
             `grpo_kernels.integrations.lm_head`: its `weight` is the base weight without the adapter. A sharded weight
             or bias (DTensor) is gathered for the call, and its gradient averaged over the ranks, as FSDP2 does for the
             other parameters. Other DTensors and quantised weights are refused, with what to pass instead.
-        completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, bool or numbers: 0 at padding,
-            prompt and tool tokens, 1 elsewhere.
+        lm_head_bias: (V,), with the same choice of types.
+        completion_ids: (B, T) or (N,) int64.
+        completion_mask: the shape of completion_ids, bool or numbers: 0 at padding, prompt and tool tokens,
+            1 elsewhere.
         advantages: (B,), (B, 1), (B, T) or (N,); packed sequences also (S,) or (S, 1). Or instead of them:
-        rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
-            under config.advantage_*, in the same call. NaN is refused: where completions have no verdict, pass the
-            result of `group_advantages`. With advantages, groups serve `groups` only.
+        rewards: (S,), with num_generations or group_ids: the advantages of `group_advantages` under
+            config.advantage_*, in the same call. NaN is refused: where completions have no verdict, pass the result of
+            `group_advantages`.
+        num_generations: the number of adjacent rows that are a group. With advantages, groups serve `groups` only.
+        group_ids: (S,), the group of each sequence, instead of num_generations.
         old_logps: log-probabilities under the policy that the ratio divides by; None: on-policy, ratio 1.
         ref_logps: under the reference policy; required where config.beta > 0.
         rollout_weights: importance weights of the sampling engine, per token or per sequence (see `rollout_weights`).
@@ -166,7 +172,8 @@ def fused_grpo_loss(
             it from the sampled id; leave beta at 0 then. It costs the teacher's product, N H' V, and a second chunk of
             logits; with `top_k` see there. Or a `TopKTeacher`. With vocab_parallel_group a Teacher has this rank's rows
             of its weight. Not with config.sparse_backward; with a sampling_mask where it is a TopKTeacher's own.
-        config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
+        config: GRPOConfig; None: GRPOConfig().
+        backend: "auto", or a name of `available_backends()`.
 
     Returns:
         GRPOLossOutput: loss (), to call backward on; logps and entropy of the tokens, (B, T) or (N,) float32 nats, 0 at

@@ -35,11 +35,13 @@ class Teacher:
     """A teacher's distribution q = softmax(z) at each token, z = softcap(logit_scale * (hidden W^T + b)) / temperature.
 
     hidden: (B, T, H') or packed (N, H'), row t predicts the same token as the policy's row t; H' is the teacher's own.
-    weight: (V, H') with the policy's V and order of ids. bias: (V,). float32, bfloat16, float16 or float64, of one
-    type, which may differ from the policy's; or a float32 head of 16-bit hidden states; under torch.autocast, in whose
-    type the products then are, any of these but float64. The temperature is the policy's. Nothing requires a gradient:
-    none goes to the teacher. logit_scale and logit_softcap of a model:
-    `grpo_kernels.logit_transform.logit_transform(model.config)`.
+    weight: (V, H') with the policy's V and order of ids.
+    bias: (V,).
+    logit_scale, logit_softcap: for a model see `grpo_kernels.logit_transform.logit_transform(model.config)`.
+
+    The tensors are float32, bfloat16, float16 or float64, of one type, which may differ from the policy's; or a float32
+    head of 16-bit hidden states; under torch.autocast, in whose type the products then are, any of these but float64.
+    The temperature is the policy's. Nothing requires a gradient: none goes to the teacher.
 
     top_k: K of [1, V] for the divergence over the policy's K likeliest ids of each token (ties by id), which are
     constants; None: over the whole vocabulary. mode: what it takes for the other ids, as in `TopKTeacher`. With

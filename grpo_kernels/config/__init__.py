@@ -78,22 +78,25 @@ class GRPOConfig(LossConfig):
         epsilon_low, epsilon_high: clip range [1 - epsilon_low, 1 + epsilon_high]; for "cispo" epsilon_high is the raw
             cap of the ratio; for "dppo_tv" and "ipo" the bounds on the difference of probabilities, for "dppo_kl" on
             the KL of the sampled id against all others.
-        dppo_kl_tau: weight of the squared log-ratio in the three (1e-3; 0: none). ratio_cap: c, with which their
-            surrogate is -min(r, c) A logp, the ratio a constant; by default -r A.
+        dppo_kl_tau: weight of the squared log-ratio in the three (1e-3; 0: none).
+        ratio_cap: c, with which the surrogate of the three is -min(r, c) A logp, the ratio a constant; by default -r A.
         delta: upper bound of the unclipped ratio (two-sided clipping, arXiv:2505.07291); below 1 + epsilon_high, which
-            TRL allows, it warns: one of the two cannot act then. dual_clip: PPO's dual clip c > 1 (arXiv:1912.09729).
+            TRL allows, it warns: one of the two cannot act then.
+        dual_clip: PPO's dual clip c > 1 (arXiv:1912.09729).
         log_ratio_clamp: bound on |log ratio|, gradient 0 where it acts. Off by default; exponents stop at 80 anyway.
         sapo_temperature_pos/_neg, vespo_k_pos/_k_neg/_lambda_pos/_lambda_neg: as in the papers and TRL.
         off_policy_mask_threshold: drop a sequence with A < 0 whose mean(rollout_logp - logp), in nats, exceeds it.
         entropy_coef: weight of the entropy bonus; a number, or a tensor of one element where a controller on the device
-            sets it (see also `entropy_normalizer` of `fused_grpo_loss`). entropy_aggregation: "token_mean" (default),
-            the mean over the tokens, or "loss": with the weights of the aggregation. entropy_kept_only: the bonus is
-            the mean over the tokens that entropy_threshold keeps in this call, which does not add up over ranks or
-            micro-batches to that of one batch; costs the logits a second time. entropy_threshold:
-            tokens whose entropy (nats) is below lose their surrogate; a number, or a tensor when data-parallel ranks
-            share a quantile (see `entropy_quantile`).
+            sets it (see also `entropy_normalizer` of `fused_grpo_loss`).
+        entropy_aggregation: "token_mean" (default), the mean over the tokens, or "loss": with the weights of the
+            aggregation.
+        entropy_kept_only: the bonus is the mean over the tokens that entropy_threshold keeps in this call, which does
+            not add up over ranks or micro-batches to that of one batch; costs the logits a second time.
+        entropy_threshold: tokens whose entropy (nats) is below lose their surrogate; a number, or a tensor when
+            data-parallel ranks share a quantile (see `entropy_quantile`).
     KL to the reference policy
-        beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
+        beta: weight.
+        kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None. The gradient
             is 0 where one acts, but the gradient of "k1+" and "k3+" is k2's without a bound, as in verl.
         use_bias_correction_kl: KL times the importance ratio (DeepSeek-V3.2, arXiv:2512.02556); the product stops at
@@ -104,20 +107,21 @@ class GRPOConfig(LossConfig):
         distill_coef: weight c of the divergence D, which is added to the loss of a token like the KL.
         divergence: "reverse_kl" (default) sum p log(p/q), the exact KL of the policy p to the teacher q; "forward_kl"
             sum q log(q/p); "jsd" b KL(q|m) + (1 - b) KL(p|m) with m = (1 - b) p + b q, the generalised Jensen-Shannon
-            divergence of GKD, arXiv:2306.13649. divergence_beta: its b in (0, 1), 0.5 by default.
+            divergence of GKD, arXiv:2306.13649.
+        divergence_beta: b of "jsd", in (0, 1), 0.5 by default.
     Aggregation
         aggregation: "seq_mean", "token_mean", "fixed_length" (needs max_completion_length), "num_items", "seq_sum".
     Logits
         temperature: a number, or a tensor with one element, one per token, or one per sequence, (S,) or (S, 1).
-            logit_scale, logit_softcap: applied before it.
+        logit_scale, logit_softcap: applied before the temperature.
         logits_dtype: torch.float32 or the input dtype; None takes the input dtype for bfloat16 on a CPU that has
             products of it (AVX-512, AMX), and float32 for all other 16-bit inputs. Every function that computes logits
             has this option: what is compared, as the two ends of a ratio are, has to be of one type.
         chunk_rows: rows of logits in memory at a time. None: 2,048 to 4,096 on a GPU, of long batches more, within
             1 GiB; on a CPU 512, of bfloat16 1,366 or more, within 512 MiB. A loss over whole sequences holds the
             longest of them, up to 4 GiB and 512 MiB.
-        dweight_sum: "weight", the shares of chunks are added in the type of the weight, or "float32": exact up to one
-            rounding, for a (V, H) matrix of float32 more. For 16-bit weights; float16 always has float32 sums.
+        dweight_sum: "weight", chunks are added in the type of the weight, or "float32": exact up to one rounding, for a
+            (V, H) matrix of float32 more. For 16-bit weights; float16 always has float32 sums.
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
             capture switches it on. Off, zero-gradient rows are left out, at the cost of one small read per call.
         score_inactive: also compute logps, entropy and metrics of zero-gradient tokens (one GEMM over their rows).
