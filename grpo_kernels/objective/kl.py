@@ -20,19 +20,19 @@ class KL(NamedTuple):
     None where nothing asks for it."""
 
     value: Tensor
-    slope: Tensor
+    d_logp: Tensor
     product: Tensor | None
 
 
 def kl_estimate(c: LossConfig, logp: Tensor, ref: Tensor) -> KL:
-    """Returns the estimate of config.kl_estimator under its clamps; slope: d value / d logp."""
+    """Returns the estimate of config.kl_estimator under its clamps; d_logp: d value / d logp."""
     name, (bound_of_d, bound) = c.kl_estimator, c.kl_clamps
     raw = d = ref - logp
     outside = None
     if bound_of_d is not None:
         d = raw.clamp(-bound_of_d, bound_of_d)
         outside = d != raw
-    value, slope = _ESTIMATORS[name.removesuffix("+")](d)
+    value, d_logp = _ESTIMATORS[name.removesuffix("+")](d)
     if bound is not None:
         free, value = value, value.clamp(-bound, bound)
         outside = value != free if outside is None else outside | (value != free)
@@ -45,10 +45,10 @@ def kl_estimate(c: LossConfig, logp: Tensor, ref: Tensor) -> KL:
     if product is not None and outside is not None:
         product = torch.where(outside, 0.0 if c.kl_score_term else value, product)
     if c.kl_score_term and product is not None:
-        slope = product
+        d_logp = product
     elif outside is not None:
-        slope = torch.where(outside, 0.0, slope)
-    return KL(value, slope, product)
+        d_logp = torch.where(outside, 0.0, d_logp)
+    return KL(value, d_logp, product)
 
 
 def times_ratio(kl: KL, ratio: Tensor, clamped: Tensor, *, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,11 +57,11 @@ def times_ratio(kl: KL, ratio: Tensor, clamped: Tensor, *, shared: bool) -> tupl
     free = kl.value * ratio
     value = free.clamp(-PRODUCT_LIMIT, PRODUCT_LIMIT)
     beyond = free.abs() > PRODUCT_LIMIT
-    slope = kl.slope
+    d_logp = kl.d_logp
     if not shared:
         assert kl.product is not None
-        slope = torch.where(clamped, slope, kl.product)
-    return value, torch.where(beyond, 0.0, slope * ratio), clamped | beyond
+        d_logp = torch.where(clamped, d_logp, kl.product)
+    return value, torch.where(beyond, 0.0, d_logp * ratio), clamped | beyond
 
 
 def _k3(d: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,14 +70,15 @@ def _k3(d: Tensor) -> tuple[Tensor, Tensor]:
     return growth - e, -growth
 
 
-# (value, slope) from d
+# (value, d value / d logp) from d
 _ESTIMATORS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "k1": lambda d: (-d, torch.ones_like(d)),
     "k2": lambda d: (d * d / 2, -d),
     "k3": _k3,
     "abs": lambda d: (d.abs(), -d.sign()),
 }
-# value + slope: of k3 both are some exp(d), of which nothing is left in their sum. What kl_score_term can be used with.
+# value + d_logp: of k3 both are some exp(d), of which nothing is left in their sum. What kl_score_term can be used
+# with.
 PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: 1 - d,
     "k2": lambda d: d * (d / 2 - 1),

@@ -41,9 +41,9 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
     if tokens.old is not None and SURROGATE_RULES[c.surrogate].divides_by_rollout:
         old = torch.where(old == torch.inf, logp, old)
     # Of each token alone at first; NaN where logp is, and where it has no ratio: -inf to itself.
-    log_ratio, scale, slope = logp - old, tokens.surrogate_scale, None
+    log_ratio, scale, dlog_ratio_dlogp = logp - old, tokens.surrogate_scale, None
     if rules.whole_sequences:
-        log_ratio, scale, slope = _of_sequences(tokens, log_ratio, logp)
+        log_ratio, scale, dlog_ratio_dlogp = _of_sequences(tokens, log_ratio, logp)
     ratio = clamp_ratio(c, log_ratio)
     value, d_ratio, d_direct = SURROGATE_RULES[c.surrogate].term(c, ratio, logp, A)
     if tokens.entropy_threshold is not None:
@@ -57,7 +57,7 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
     kl = None
     if rules.has_kl and tokens.ref is not None:
         estimate = kl_estimate(c, logp, tokens.ref)
-        kl, d_kl, shared = estimate.value, estimate.slope, shares_ratio(c.importance_sampling_level)
+        kl, d_kl, shared = estimate.value, estimate.d_logp, shares_ratio(c.importance_sampling_level)
         if c.use_bias_correction_kl:
             kl, d_kl, still = times_ratio(estimate, ratio.value, ratio.clamped, shared=shared)
             if shared and c.beta != 0.0:
@@ -68,9 +68,9 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
             d_direct = c.beta * d_kl if d_direct is None else d_direct + c.beta * d_kl
     dlogp, left_out = None, tokens.dloss_direct.logical_not()
     if d_ratio is not None:
-        if slope is not None and shares_ratio(c.importance_sampling_level):
+        if dlog_ratio_dlogp is not None and shares_ratio(c.importance_sampling_level):
             total = tokens.sequences.sum(weighted(tokens.dloss_direct, d_ratio, left_out))
-            dlogp = slope * tokens.sequences.to_tokens(total)
+            dlogp = dlog_ratio_dlogp * tokens.sequences.to_tokens(total)
         else:
             same = tokens.dloss_via_ratio is tokens.dloss_direct
             dlogp = weighted(tokens.dloss_via_ratio, d_ratio, left_out if same else None)
@@ -91,9 +91,10 @@ def clamp_ratio(c: LossConfig, log_ratio: Tensor) -> Ratio:
     return Ratio(log_ratio, log_ratio.clamp(None if bound is None else -bound, high).exp(), clamped)
 
 
-def weighted(weight: Tensor, slope: Tensor, left_out: Tensor | None = None) -> Tensor:
-    """Returns slope times a weight; 0 where that is 0, whatever the slope is. left_out: weight == 0, where known."""
-    return (weight * slope).masked_fill_(weight.logical_not() if left_out is None else left_out, 0.0)
+def weighted(weight: Tensor, derivative: Tensor, left_out: Tensor | None = None) -> Tensor:
+    """Returns a derivative times a weight; 0 where the weight is 0, whatever the derivative is. left_out: weight == 0,
+    where known."""
+    return (weight * derivative).masked_fill_(weight.logical_not() if left_out is None else left_out, 0.0)
 
 
 def _of_sequences(tokens: Tokens, token_log_ratio: Tensor, logp: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:

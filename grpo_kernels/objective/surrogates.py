@@ -46,24 +46,24 @@ def clip(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     first, second = bounded * minus_A, r.clamp(1 - c.epsilon_low, 1 + c.epsilon_high) * minus_A
     value = torch.maximum(first, second)
     if c.delta is None:  # within the clip range both are the same
-        still, slope = (first < second) | ratio.clamped, first
+        still, d_ratio = (first < second) | ratio.clamped, first
     else:
         inside = (r >= 1 - c.epsilon_low) & (r <= 1 + c.epsilon_high)
-        still, slope = ~torch.where(first >= second, r <= c.delta, inside) & ~r.isnan() | ratio.clamped, r * minus_A
+        still, d_ratio = ~torch.where(first >= second, r <= c.delta, inside) & ~r.isnan() | ratio.clamped, r * minus_A
     if c.dual_clip is not None:
         bound = torch.where(A < 0, c.dual_clip * minus_A, torch.inf)
         still = still | (value > bound)
         value = torch.minimum(value, bound)
-    return Term(value, slope.masked_fill_(still, 0.0))
+    return Term(value, d_ratio.masked_fill_(still, 0.0))
 
 
 def _weighted_logp(weight: Tensor | None, logp: Tensor, A: Tensor, drop: Tensor | None = None) -> Term:
     """Returns the term -weight A logp. Its weight is a constant: all gradient goes through logp."""
-    slope = torch.where(logp.isnan(), torch.nan, -A) if weight is None else -weight * A
-    value = slope * logp
+    d_direct = torch.where(logp.isnan(), torch.nan, -A) if weight is None else -weight * A
+    value = d_direct * logp
     if drop is not None:
-        value, slope = torch.where(drop, 0.0, value), torch.where(drop, 0.0, slope)
-    return Term(value, None, slope)
+        value, d_direct = torch.where(drop, 0.0, value), torch.where(drop, 0.0, d_direct)
+    return Term(value, None, d_direct)
 
 
 def cispo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
@@ -93,8 +93,8 @@ def sapo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     r = ratio.value
     tau = torch.full_like(A, c.sapo_temperature_neg).masked_fill(A > 0, c.sapo_temperature_pos)
     gate = torch.sigmoid(tau * (r - 1))
-    slope = torch.where(ratio.clamped, 0.0, -4 * gate * (1 - gate) * A * r)
-    return Term(-(4 / tau) * gate * A, slope)
+    d_ratio = torch.where(ratio.clamped, 0.0, -4 * gate * (1 - gate) * A * r)
+    return Term(-(4 / tau) * gate * A, d_ratio)
 
 
 def gmpo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
@@ -104,12 +104,12 @@ def gmpo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
 
 def _trust_region(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor, drop: Tensor) -> Term:
     x, tau = ratio.log, c.dppo_kl_tau
-    quadratic, slope = tau * x * x, 2 * tau * x
+    quadratic, d_quadratic = tau * x * x, 2 * tau * x
     if c.ratio_cap is not None:
         term = _weighted_logp(ratio.value.clamp(max=c.ratio_cap), logp, A, drop)
-        return Term(term.value + quadratic, slope, term.d_direct)
+        return Term(term.value + quadratic, d_quadratic, term.d_direct)
     value = torch.where(drop, 0.0, -ratio.value * A)
-    return Term(value + quadratic, torch.where(ratio.clamped, 0.0, value) + slope)
+    return Term(value + quadratic, torch.where(ratio.clamped, 0.0, value) + d_quadratic)
 
 
 def dppo_tv(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
