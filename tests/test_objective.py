@@ -225,7 +225,7 @@ def test_the_kl_times_a_factor_has_a_derivative_of_all_digits(kl, expected):
     config = gk.GRPOConfig(kl_estimator=kl, use_bias_correction_kl=True, beta=1.0)
     ratio, estimate = clamp_ratio(config, 0 * d), kl_estimate(config, -torch.ones_like(d), d - 1.0)
     _, corrected, _ = times_ratio(estimate, ratio.value, ratio.clamped, shared=False)
-    for slope in (score.slope, corrected):
+    for slope in (score.d_logp, corrected):
         torch.testing.assert_close(slope, expected(d), rtol=2e-7, atol=0.0)
 
 

@@ -57,7 +57,7 @@ def matrices(dtype: torch.dtype, rows: int = 37):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("missing", [(), ("addmm",), ("mm", "addmm")])
 def test_sums_in_float32_without_addmm_or_mm_of_that_kind(monkeypatch, probed, dtype, missing):
-    monkeypatch.setattr(products, "PIECE_ROWS", 16)
+    monkeypatch.setattr(products, "BLOCK_ROWS", 16)
     monkeypatch.setattr(products, "returns_float32", lambda device, dtype: "mm" not in missing)
     monkeypatch.setattr(products, "adds_to_float32", lambda device, dtype: "addmm" not in missing)
     for name, function in (("mm", mm), ("addmm", addmm)):

@@ -327,5 +327,5 @@ def test_kept_ids_in_torch(monkeypatch, dtype):
     kept_checks.check_kept_ids(get_backend("torch"), torch.int32)
 
     for piece, wide in ((64, False), (2**24, True)):
-        monkeypatch.setattr(kept, "PIECE_ELEMENTS", piece)
+        monkeypatch.setattr(kept, "BLOCK_ELEMENTS", piece)
         kept_checks.check_kept(get_backend("torch"), 131, dtype, wide=wide)

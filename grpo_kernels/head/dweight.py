@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.operations import Backend, KeptPairs
-from .products import PIECE_ROWS, add_product, product
+from .products import BLOCK_ROWS, add_product, product
 
 
 class WeightGradient:
@@ -37,9 +37,9 @@ class WeightGradient:
         elif h.device.type == "cpu" and h.dtype == torch.bfloat16:  # which `product` would convert
             first, total = self._total_to_write()
             h = h.float() if self.rounds_once else h
-            for piece in pieces(self.weight, PIECE_ROWS):
-                product_rows = torch.mm(dlogits[:, piece].T.to(h.dtype), h)
-                total[piece] = product_rows if first else total[piece] + product_rows
+            for block in row_blocks(self.weight, BLOCK_ROWS):
+                product_rows = torch.mm(dlogits[:, block].T.to(h.dtype), h)
+                total[block] = product_rows if first else total[block] + product_rows
         elif self.total is None:
             self.total = product(dlogits.T, h)
         else:
@@ -59,7 +59,7 @@ class WeightGradient:
         return first, self.total
 
 
-def pieces(weight: Tensor, rows: int) -> Iterator[slice]:
+def row_blocks(weight: Tensor, rows: int) -> Iterator[slice]:
     """Yields the rows of a weight (V, H) as slices of at most `rows`."""
     for start in range(0, weight.shape[0], rows):
         yield slice(start, min(start + rows, weight.shape[0]))

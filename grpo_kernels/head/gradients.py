@@ -18,7 +18,7 @@ from ..kernels.operations import Backend
 # Gradients of float16 logits are scaled so that the largest d loss / d logit of the call lies in [2^2, 2^3): those
 # down to 2^-17 of it keep all their bits, and no sum over the vocabulary comes near 65,504.
 TARGET_EXPONENT = 3
-PIECE_ELEMENTS = 2**22  # converted at a time, so that no second whole matrix of float32 is made
+BLOCK_ELEMENTS = 2**22  # converted at a time, so that no second whole matrix of float32 is made
 
 
 @dataclass
@@ -79,15 +79,15 @@ def scaled_copy(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _write_product(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Writes x * factor to `out`, computed in float32 or better; `out` may be x."""
-    for source, target in zip(_pieces(x), _pieces(out), strict=True):
+    for source, target in zip(_blocks(x), _blocks(out), strict=True):
         target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
 
 
-def _pieces(x: Tensor) -> Iterator[Tensor]:
+def _blocks(x: Tensor) -> Iterator[Tensor]:
     """Yields views of a few rows each, whatever the strides of x."""
     matrices = x.unbind() if x.dim() == 3 else (x,)
     for matrix in matrices:
-        yield from matrix.split(max(1, PIECE_ELEMENTS * matrix.shape[0] // max(1, matrix.numel())))
+        yield from matrix.split(max(1, BLOCK_ELEMENTS * matrix.shape[0] // max(1, matrix.numel())))
 
 
 class _Precomputed(torch.autograd.Function):
@@ -121,7 +121,7 @@ class _Precomputed(torch.autograd.Function):
             if x is None:
                 pass
             elif i == 1 and gradients.accumulate_into is not None:
-                for source, target in zip(_pieces(x), _pieces(gradients.accumulate_into), strict=True):
+                for source, target in zip(_blocks(x), _blocks(gradients.accumulate_into), strict=True):
                     target.addcmul_(source.float(), factor.float())
                 x = None
             elif dtype != x.dtype or type(x) is not Tensor or keeps_graph:

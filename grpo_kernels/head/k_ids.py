@@ -23,8 +23,8 @@ from .vocab_parallel import VocabSlice
 
 # The search for the likeliest ids. BLOCKS: columns of a block whose maximum is taken, 32 where torch has vector
 # instructions for it and there are many more blocks than K, else 8. With fewer than DIRECT * K logits blocks gain
-# nothing. At most PIECE_ELEMENTS logits are copied at a time.
-BLOCKS, DIRECT, PIECE_ELEMENTS = (8, 32), 16, 2**22
+# nothing. At most COPIED_ELEMENTS logits are copied at a time.
+BLOCKS, DIRECT, COPIED_ELEMENTS = (8, 32), 16, 2**22
 
 
 class TopKGradient(NamedTuple):
@@ -260,7 +260,7 @@ def top_k(logits: Tensor, bias: Tensor | None, k: int) -> Tensor:
     vocab_size = logits.shape[1]
     slow = logits.device.type == "cpu" and logits.dtype.itemsize == 2  # torch's maximum of 16 bits on a CPU
     copies = slow or bias is not None or vocab_size < DIRECT * k
-    size = max(1, PIECE_ELEMENTS // (vocab_size if copies else BLOCKS[1] * k))
+    size = max(1, COPIED_ELEMENTS // (vocab_size if copies else BLOCKS[1] * k))
     if len(logits) > size:
         return torch.cat([top_k(x, bias, k) for x in logits.split(size)])
     u = logits.float() if slow else logits

@@ -31,9 +31,9 @@ from .chunk_size import (
     rows_of_sequences,
     select_rows,
 )
-from .dweight import WeightGradient, pieces
+from .dweight import WeightGradient, row_blocks
 from .gradients import PrecomputedGradients, held_dtype, power_of_two_scale
-from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, product, returns_float32
+from .products import BLOCK_ROWS, SPLIT_SUM_ELEMENTS, product, returns_float32
 from .vocab_parallel import VocabSlice, vocab_size_of
 
 
@@ -221,8 +221,8 @@ class LMHead:
             out = self.scratch.logits(rows.count)
         if self.types.converts:
             h = h.to(self.logits_dtype)
-            for piece in pieces(self.weight, PIECE_ROWS):
-                torch.mm(h, self.weight[piece].to(self.logits_dtype).T, out=out[:, piece])
+            for block in row_blocks(self.weight, BLOCK_ROWS):
+                torch.mm(h, self.weight[block].to(self.logits_dtype).T, out=out[:, block])
         elif self.logits_dtype != h.dtype:
             torch.mm(h, self.weight.T, out_dtype=self.logits_dtype, out=out)
         else:
@@ -352,8 +352,8 @@ class LMHead:
             total = missing
             if total is None:
                 total = torch.zeros(dlogits.shape[0], weight.shape[1], dtype=dlogits.dtype, device=dlogits.device)
-            for piece in pieces(weight, PIECE_ROWS):
-                total.addmm_(dlogits[:, piece], weight[piece].to(dlogits.dtype))
+            for block in row_blocks(weight, BLOCK_ROWS):
+                total.addmm_(dlogits[:, block], weight[block].to(dlogits.dtype))
             return total
         in_fp32 = self.held_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
         if dtype.itemsize == 2 and in_fp32 and returns_float32(weight.device, dtype):

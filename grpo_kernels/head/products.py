@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # Rows of a sum that are added or converted at a time, where torch has no product for the whole.
-PIECE_ROWS = 4096
+BLOCK_ROWS = 4096
 # cuBLAS splits the sum of a product among thread blocks where its result has fewer tiles (of 128 x 256) than the GPU
 # has multiprocessors (132 on an H100), and torch's default lets it round the parts to bfloat16.
 SPLIT_SUM_ELEMENTS = 160 * 128 * 256
@@ -75,8 +75,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32)
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
     b_fp32 = b.float()
-    for part, rows in zip(out.split(PIECE_ROWS), a.split(PIECE_ROWS), strict=True):
-        torch.mm(rows.float(), b_fp32, out=part)
+    for out_block, rows in zip(out.split(BLOCK_ROWS), a.split(BLOCK_ROWS), strict=True):
+        torch.mm(rows.float(), b_fp32, out=out_block)
     return out
 
 
@@ -85,8 +85,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if adds_to_float32(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         return
-    for part, rows in zip(total.split(PIECE_ROWS), a.split(PIECE_ROWS), strict=True):
-        part += product(rows, b)
+    for out_block, rows in zip(total.split(BLOCK_ROWS), a.split(BLOCK_ROWS), strict=True):
+        out_block += product(rows, b)
 
 
 _lock, _depth, _restore = threading.Lock(), 0, False

@@ -64,7 +64,7 @@ class SparsePairs:
             return
         device = self.head.weight.device
         index = torch.cat([rows.tokens(device) for rows in self._buffered_rows])
-        pairs, self._buffered_rows = self._buffers.part(0, len(index)), []
+        pairs, self._buffered_rows = self._buffers.rows(0, len(index)), []
         has_gradient = torch.stack([x[index] != 0 for x in self.coefficients]).any(0)
         is_dense = has_gradient & (pairs.counts > self.capacity)
         if self._exact is not None:
@@ -144,4 +144,4 @@ class SparsePairs:
                 torch.empty(shape[0], dtype=torch.int32, device=device),
             )
         self._buffered_rows.append(rows)
-        return self._buffers.part(used, used + rows.count)
+        return self._buffers.rows(used, used + rows.count)

@@ -234,7 +234,7 @@ class SparseRows(NamedTuple):
     values: Tensor  # (C, K) float32, or float64 for float64 inputs
     counts: Tensor  # (C,) int32; K + 1 where there are more than K, of which none can be used
 
-    def part(self, first: int, last: int) -> SparseRows:
+    def rows(self, first: int, last: int) -> SparseRows:
         return SparseRows(*(x[first:last] for x in self))
 
 

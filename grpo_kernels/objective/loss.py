@@ -179,9 +179,9 @@ class GRPOLoss:
             return self._dlogp, self.dentropy
         if self.needs_sequences and sequences is not None and length is not None:
             rows = Rows(sequences.start * length, sequences.stop * length)
-            part = self.tokens.part(rows.take, sequences)
+            part = self.tokens.subset(rows.take, sequences)
         else:
-            part = self.tokens.part(rows.take)
+            part = self.tokens.subset(rows.take)
         rows.put(self._dlogp, evaluate(part, rows.take(self.logp), rows.take(self.entropy)).dlogp)
         return self._dlogp, self.dentropy
 

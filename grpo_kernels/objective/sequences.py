@@ -61,12 +61,12 @@ class Sequences:
         lengths = self.offsets.diff() if self.row_length is None else self.row_length
         return x.repeat_interleave(lengths, output_size=self.num_tokens)
 
-    def part(self, chosen: slice) -> Sequences:
+    def subset(self, selected: slice) -> Sequences:
         """Returns neighbours of a padded batch by themselves."""
         assert self.row_length is not None
-        first = chosen.start * self.row_length
-        offsets = self.offsets[chosen.start : chosen.stop + 1] - first
-        return Sequences(offsets, self.row_length, (chosen.stop - chosen.start) * self.row_length)
+        first = selected.start * self.row_length
+        offsets = self.offsets[selected.start : selected.stop + 1] - first
+        return Sequences(offsets, self.row_length, (selected.stop - selected.start) * self.row_length)
 
 
 def sequence_log_ratio(

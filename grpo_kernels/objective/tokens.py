@@ -77,16 +77,16 @@ class Tokens:
     surrogate_scale: Tensor | None = None  # scales only the surrogate
     entropy_threshold: float | Tensor | None = None
 
-    def part(self, take: Callable[[Tensor], Tensor], chosen: slice | None = None) -> Tokens:
-        """Returns what loss.evaluate reads of some tokens, those that take(x) returns of a tensor (N,); chosen: which
+    def subset(self, take: Callable[[Tensor], Tensor], selected: slice | None = None) -> Tokens:
+        """Returns what loss.evaluate reads of some tokens, those that take(x) returns of a tensor (N,); selected: which
         whole sequences they are."""
         part: dict[str, Any] = {n: take(x) for n in _EVALUATED if (x := getattr(self, n)) is not None}
         if self.dloss_via_ratio is self.dloss_direct:
             part["dloss_via_ratio"] = part["dloss_direct"]
         else:
             part["dloss_via_ratio"] = take(self.dloss_via_ratio)
-        if chosen is not None:
-            sequences = self.sequences.part(chosen)
+        if selected is not None:
+            sequences = self.sequences.subset(selected)
             part |= {"sequences": sequences, "lengths": Lengths(sequences, part.get("scored"), self.advantage.dtype)}
         return dataclasses.replace(self, **part)
 

@@ -4,7 +4,7 @@
     sparse-dense product           dhidden_t = sum_j dlogits_tj W_j         j in K_t
     its transpose                  dweight_j = sum_t dlogits_tj h_t         t with j in K_t
 
-They gather PIECE_ELEMENTS numbers at a time. Sums over segments have a fixed order on every device, which index_add
+They gather BLOCK_ELEMENTS numbers at a time. Sums over segments have a fixed order on every device, which index_add
 would not have on a GPU.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..operations import KeptIds, KeptPairs, KeptRows, TokenMask
 
-PIECE_ELEMENTS = 2**24
+BLOCK_ELEMENTS = 2**24
 
 
 def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: KeptRows) -> None:
@@ -52,42 +52,42 @@ def padded(x: Tensor, first: Tensor, count: Tensor, width: int) -> tuple[Tensor,
 def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
     """Writes logits (C, K), float32 or better, from hidden (N, H), weight (V, H) and bias (V,); -inf where an entry is
     not used."""
-    for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * hidden.shape[1]):
-        ids = kept.ids[piece]
+    for block in _blocks(kept.ids.shape[0], kept.ids.shape[1] * hidden.shape[1]):
+        ids = kept.ids[block]
         used = ids.clamp(min=0)
-        rows = hidden[_tokens(kept)[piece]].to(logits.dtype)
-        piece_logits = torch.bmm(weight[used].to(logits.dtype), rows[:, :, None]).squeeze(2)
+        rows = hidden[_tokens(kept)[block]].to(logits.dtype)
+        block_logits = torch.bmm(weight[used].to(logits.dtype), rows[:, :, None]).squeeze(2)
         if bias is not None:
-            piece_logits += bias[used]
-        logits[piece] = piece_logits.masked_fill_(ids < 0, -torch.inf)
+            block_logits += bias[used]
+        logits[block] = block_logits.masked_fill_(ids < 0, -torch.inf)
 
 
 def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
     """Writes the tokens' rows of dhidden (N, H)."""
-    for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * weight.shape[1]):
-        ids = kept.ids[piece]
-        factors, rows = dlogits[piece].masked_fill(ids < 0, 0.0), weight[ids.clamp(min=0)].to(dlogits.dtype)
-        dhidden[_tokens(kept)[piece]] = torch.bmm(factors[:, None], rows).squeeze(1).to(dhidden.dtype)
+    for block in _blocks(kept.ids.shape[0], kept.ids.shape[1] * weight.shape[1]):
+        ids = kept.ids[block]
+        factors, rows = dlogits[block].masked_fill(ids < 0, 0.0), weight[ids.clamp(min=0)].to(dlogits.dtype)
+        dhidden[_tokens(kept)[block]] = torch.bmm(factors[:, None], rows).squeeze(1).to(dhidden.dtype)
 
 
 def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
     """Adds to dweight (V, H), or writes it, 0 where no token kept an id. dlogits (M,) of all pairs.
 
-    No number is read on the host, so that a CUDA graph can record it: a piece has as many segments as pairs, and
-    entries beyond its last segment repeat that one. An id whose pairs are in two pieces is written again, with the sum
+    No number is read on the host, so that a CUDA graph can record it: a block has as many segments as pairs, and
+    entries beyond its last segment repeat that one. An id whose pairs are in two blocks is written again, with the sum
     of both.
     """
     if not add:
         dweight.zero_()
     ids, order = pairs.ids.sort(stable=True)
-    last: tuple[Tensor, Tensor, Tensor] | None = None  # the last id of a piece: it, its sum, what was there before
-    for piece in _pieces(len(ids), hidden.shape[1]):
-        piece_ids, pair = ids[piece].long(), order[piece]
-        segment = piece_ids.diff(prepend=piece_ids[:1]).ne(0).cumsum(0)
-        starts = torch.searchsorted(segment, torch.arange(len(piece_ids) + 1, device=piece_ids.device))
+    last: tuple[Tensor, Tensor, Tensor] | None = None  # the last id of a block: it, its sum, what was there before
+    for block in _blocks(len(ids), hidden.shape[1]):
+        block_ids, pair = ids[block].long(), order[block]
+        segment = block_ids.diff(prepend=block_ids[:1]).ne(0).cumsum(0)
+        starts = torch.searchsorted(segment, torch.arange(len(block_ids) + 1, device=block_ids.device))
         terms = dlogits[pair, None] * hidden[pairs.token_of[pair]].to(dlogits.dtype)
-        sums = torch.segment_reduce(terms.masked_fill_(piece_ids[:, None] < 0, 0.0), "sum", offsets=starts, unsafe=True)
-        segment_ids = piece_ids[starts[:-1].clamp(max=len(piece_ids) - 1)]
+        sums = torch.segment_reduce(terms.masked_fill_(block_ids[:, None] < 0, 0.0), "sum", offsets=starts, unsafe=True)
+        segment_ids = block_ids[starts[:-1].clamp(max=len(block_ids) - 1)]
         before = dweight[segment_ids.clamp(min=0)].to(sums.dtype)
         if last is not None:
             goes_on = (segment_ids[:1] == last[0])[:, None]
@@ -95,7 +95,7 @@ def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Ten
             before[:1] = torch.where(goes_on, last[2], before[:1])
         end = segment[-1:]
         last = segment_ids[end], sums[end], before[end]
-        position = torch.arange(len(piece_ids), device=piece_ids.device)
+        position = torch.arange(len(block_ids), device=block_ids.device)
         source = torch.where((position > end) | (segment_ids < 0), end, position)
         dweight[segment_ids[source].clamp(min=0)] = (before + sums)[source].to(dweight.dtype)
 
@@ -105,7 +105,7 @@ def _tokens(kept: KeptIds) -> Tensor:
     return kept.rows.index
 
 
-def _pieces(count: int, elements: int) -> Iterator[slice]:
-    size = max(1, PIECE_ELEMENTS // max(1, elements))
+def _blocks(count: int, elements: int) -> Iterator[slice]:
+    size = max(1, BLOCK_ELEMENTS // max(1, elements))
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
