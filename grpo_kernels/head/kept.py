@@ -67,8 +67,8 @@ def id_positions(firsts: Tensor, counts: Tensor, total: int | None = None) -> tu
     total: the sum of `counts`, where the host knows it; without it the sum is read back.
     """
     row = torch.repeat_interleave(counts, output_size=total)
-    place = (firsts - (counts.cumsum(0) - counts))[row]
-    return row, place.add_(torch.arange(row.numel(), device=row.device))
+    position = (firsts - (counts.cumsum(0) - counts))[row]
+    return row, position.add_(torch.arange(row.numel(), device=row.device))
 
 
 # --- which path ---------------------------------------------------------------------------------------------------

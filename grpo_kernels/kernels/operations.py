@@ -185,7 +185,7 @@ class KeptIds(NamedTuple):
     """Ids that truncated sampling kept for some tokens, the sampled ones among them."""
 
     rows: Rows  # the tokens, by an index
-    ids: Tensor  # (C, K) int32, -1 in the places that a token does not use, which come last; gradients there may be
+    ids: Tensor  # (C, K) int32, -1 in the entries that a token does not use, which come last; gradients there may be
     # anything. 4 divides K
 
 
@@ -193,8 +193,10 @@ class KeptRows(NamedTuple):
     """What `kept_ids` writes of some tokens."""
 
     kept: KeptIds
-    token_of: Tensor  # (C, K) int32: the token of each place
-    columns: Tensor  # (N,) int64: the place of the token's sampled id in its row; -1 where the row does not have it, or
+    token_of: Tensor  # (C, K) int32: the token of each entry
+    columns: (
+        Tensor  # (N,) int64: the column of the token's sampled id in its row; -1 where the row does not have it, or
+    )
     # an id is not in the vocabulary, which gives NaN
     added: Tensor  # (C,) bool: the sampled id was not among the kept ones
 
@@ -202,7 +204,7 @@ class KeptRows(NamedTuple):
 class KeptPairs(NamedTuple):
     """All pairs of a token and an id that was kept for it."""
 
-    ids: Tensor  # (M,) int32, -1 where a place is not used
+    ids: Tensor  # (M,) int32, -1 where an entry is not used
     token_of: Tensor  # (M,) int32
 
     def by_id(self, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -265,7 +267,7 @@ class Backend:
         tokens, less than K each, that lie in `local_vocab`, a range of the whole vocabulary, as rows of the weight;
         behind them the sampled id, where it is missing. `mask`: of the whole vocabulary. No address depends on an id.
     kept_logits(hidden (N, H), weight (V, H), bias (V,) | None, kept: KeptIds, logits (C, K)): logits of kept ids,
-        float32 or float64, -inf in places that are not used.
+        float32 or float64, -inf in entries that are not used.
     kept_dhidden(dlogits (C, K), weight, kept: KeptIds, dhidden (N, H)): writes the tokens' rows of dhidden.
     kept_dweight(dlogits (M,), hidden, pairs: KeptPairs, dweight (V, H), add=bool): dweight from all pairs: added, or
         written, 0 for ids without a pair.

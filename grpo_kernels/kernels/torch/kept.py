@@ -35,18 +35,18 @@ def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: i
         count = (used & (kept >= local_vocab.start) & (kept < local_vocab.stop)).sum(1, keepdim=True)
         kept, used = padded(mask.ids, first + before, count, ids.shape[1])
     is_added = ~is_sampled.any(1, keepdim=True)
-    place = torch.where(is_added, count, is_sampled.int().argmax(1, keepdim=True) - before)
+    position = torch.where(is_added, count, is_sampled.int().argmax(1, keepdim=True) - before)
     ids.copy_(torch.where(used, (kept - local_vocab.start).clamp_(0, len(local_vocab) - 1), -1))
     ids.scatter_(1, count.long(), torch.where(is_added & is_local, sampled - local_vocab.start, -1).to(torch.int32))
     token_of.copy_(index[:, None])
-    columns[index] = torch.where(is_local, place, -1).squeeze(1)
+    columns[index] = torch.where(is_local, position, -1).squeeze(1)
     added.copy_(is_added.squeeze(1))
 
 
 def padded(x: Tensor, first: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Returns (x[first : first + count] of each row (R, width), whether an entry is used); first, count (R, 1)."""
-    place = torch.arange(width, device=x.device)
-    return x[(first + place).clamp_(0, len(x) - 1)], place < count
+    position = torch.arange(width, device=x.device)
+    return x[(first + position).clamp_(0, len(x) - 1)], position < count
 
 
 def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:

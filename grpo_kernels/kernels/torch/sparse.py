@@ -30,10 +30,10 @@ def write_pairs(
     row, column = ((exact | passes) & (scale != 0)[:, None]).nonzero().unbind(1)
     values = torch.where(exact, dlogits, level[:, None].copysign(dlogits))[row, column]
     counts = row.bincount(minlength=len(dlogits))
-    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    position = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     capacity = pairs.ids.shape[1]
-    row, column, place, values = (x[place < capacity] for x in (row, column, place, values))
-    pairs.ids[row, place], pairs.values[row, place] = column.to(torch.int32), values
+    row, column, position, values = (x[position < capacity] for x in (row, column, position, values))
+    pairs.ids[row, position], pairs.values[row, position] = column.to(torch.int32), values
     pairs.counts.copy_(counts.clamp(max=capacity + 1))
 
 

@@ -30,11 +30,11 @@ from .matmul import (
     column_of,
     is_id,
     part_block,
-    place,
     prepare,
     product,
     quarters,
     rows_of_tile,
+    tile_of_program,
     to_logits,
 )
 from .rows import RowSums, add_block, logit_scales, no_sums
@@ -69,7 +69,7 @@ def partial_kernel(
     """
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_V: tl.constexpr = TILES.block_v
-    token_tile, part = place(group)
+    token_tile, part = tile_of_program(group)
     rows = rows_of_tile(token_tile, ids, temperature, count, head, TILES)
     sums = no_sums(BLOCK_M)
     y_id = tl.zeros((BLOCK_M,), tl.float32)
@@ -201,7 +201,7 @@ def exponential_kernel(
     """Stores E, and the sums over one part of the vocabulary, `per_part` tiles."""
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_V: tl.constexpr = TILES.block_v
-    token_tile, part = place(group)
+    token_tile, part = tile_of_program(group)
     rows = rows_of_tile(token_tile, ids, temperature, count, head, TILES)
     y_id = tl.load(partial.y_ids + rows.at, mask=rows.live, other=0.0)
     exps_at = out.exps + rows.at.to(tl.int64) * out.row_stride

@@ -43,10 +43,10 @@ class Matrix(NamedTuple):
 
 
 @triton.jit
-def mask_ids(ids, place, live, total):
+def mask_ids(ids, position, live, total):
     """Returns ids of the mask, 0 where not live. Counts that do not add up to the number of ids lead to no address
     outside."""
-    return tl.load(ids + place, mask=live & (place >= 0) & (place < total), other=0).to(tl.int64)
+    return tl.load(ids + position, mask=live & (position >= 0) & (position < total), other=0).to(tl.int64)
 
 
 _PER_CALL = ["ids", "ends", "sampled", "index", "total", "local_first", "local_count", "vocab", "added"]
@@ -61,24 +61,24 @@ def ids_kernel(
     first = tl.load(ends + token - 1, mask=token > 0, other=0)
     count = tl.load(ends + token) - first
     wanted = tl.load(sampled + token)
-    place = tl.arange(0, IDS).to(tl.int64)
+    position = tl.arange(0, IDS).to(tl.int64)
     before = tl.zeros((IDS,), tl.int64)
     num_local = tl.zeros((IDS,), tl.int64)
     wrong = tl.zeros((IDS,), tl.int64)
     sampled_end = tl.zeros((IDS,), tl.int64)  # 1 behind the sampled id
     for start in range(0, count, IDS):
-        live = start + place < count
-        id_ = mask_ids(ids, first + start + place, live, total)
+        live = start + position < count
+        id_ = mask_ids(ids, first + start + position, live, total)
         before += (live & (id_ < local_first)).to(tl.int64)
         num_local += (live & (id_ >= local_first) & (id_ < local_first + local_count)).to(tl.int64)
         wrong += (live & ((id_ < 0) | (id_ >= vocab))).to(tl.int64)
-        sampled_end = tl.where(live & (id_ == wanted), start + place + 1, sampled_end)
+        sampled_end = tl.where(live & (id_ == wanted), start + position + 1, sampled_end)
     skipped, held, behind = tl.sum(before, 0), tl.sum(num_local, 0), tl.max(sampled_end, 0)
     local = wanted - local_first
     is_here = (local >= 0) & (local < local_count) & (tl.sum(wrong, 0) == 0)
     extra = tl.where(is_here & (behind == 0), local, -1)
     for start in range(0, slots, IDS):
-        slot = start + place
+        slot = start + position
         id_ = mask_ids(ids, first + skipped + slot, slot < held, total) - local_first
         id_ = tl.minimum(tl.maximum(id_, 0), local_count - 1)
         id_ = tl.where(slot < held, id_, tl.where(slot == held, extra, -1))
@@ -104,8 +104,8 @@ def logits_kernel(hidden, weight, bias, index, ids, logits, slots, width):
     blocks = (slots + SLOTS - 1) // SLOTS
     row = tl.program_id(0).to(tl.int64) // blocks
     slot = tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
-    place = row * slots + slot
-    id_ = tl.load(ids + place, mask=slot < slots, other=-1).to(tl.int64)
+    position = row * slots + slot
+    id_ = tl.load(ids + position, mask=slot < slots, other=-1).to(tl.int64)
     used = id_ >= 0
     h = hidden.data + tl.load(index + row) * hidden.row_stride
     rows = weight.data + tl.where(used, id_, 0)[:, None] * weight.row_stride
@@ -119,7 +119,7 @@ def logits_kernel(hidden, weight, bias, index, ids, logits, slots, width):
     row_logits = tl.sum(total, 1)
     if bias is not None:
         row_logits += tl.load(bias + tl.where(used, id_, 0), mask=used, other=0.0)
-    tl.store(logits + place, tl.where(used, row_logits, -float("inf")), mask=slot < slots)
+    tl.store(logits + position, tl.where(used, row_logits, -float("inf")), mask=slot < slots)
 
 
 @triton.jit
@@ -128,10 +128,10 @@ def sum_of_rows(factors, rows, begin, end, matrix, columns, inside):
     columns."""
     total = tl.zeros((SUM_WIDTH,), tl.float32)
     for first in range(begin, end, SUM_SLOTS):
-        place = first + tl.arange(0, SUM_SLOTS)
-        live = place < end
-        factor = tl.load(factors + place, mask=live, other=0.0)
-        row = matrix.data + tl.load(rows + place, mask=live, other=0).to(tl.int64)[:, None] * matrix.row_stride
+        position = first + tl.arange(0, SUM_SLOTS)
+        live = position < end
+        factor = tl.load(factors + position, mask=live, other=0.0)
+        row = matrix.data + tl.load(rows + position, mask=live, other=0).to(tl.int64)[:, None] * matrix.row_stride
         x = tl.load(row + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += tl.sum(x * factor[:, None], 0)
     return total

@@ -82,7 +82,7 @@ def rows_of_tile(tile, ids, temperature, count, head, TILES: tl.constexpr):
 
 
 @triton.jit
-def place(group):
+def tile_of_program(group):
     """Returns (token tile, part) of a program of the grid (token tiles, parts), in the order in which programs start.
 
     All parts for `group` token tiles, the token tile fastest.

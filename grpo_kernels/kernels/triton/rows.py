@@ -129,14 +129,14 @@ class Gradient(NamedTuple):
 
 
 @triton.jit
-def rows_of_program(logits, ids, place, temperature, count, ROWS: tl.constexpr):
+def rows_of_program(logits, ids, token_index, temperature, count, ROWS: tl.constexpr):
     """Returns the first fields of Row: a function of Triton 3.4 returns no None, which the bias may be.
 
-    place: the token of row 0 where tokens follow it, or a pointer to the positions of all rows in the batch.
+    token_index: the token of row 0 where tokens follow it, or a pointer to the positions of all rows in the batch.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
-    token = tokens_of(rows, place, live)
+    token = tokens_of(rows, token_index, live)
     id_ = tl.load(ids + token, mask=live, other=-1)
     T = tl.load(temperature + token, mask=live, other=1.0)
     known = live & (id_ >= 0) & (id_ < logits.vocab)
@@ -144,11 +144,11 @@ def rows_of_program(logits, ids, place, temperature, count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(rows, place, live):
-    if place.dtype.is_ptr():
-        token = tl.load(place + rows, mask=live, other=0)
+def tokens_of(rows, token_index, live):
+    if token_index.dtype.is_ptr():
+        token = tl.load(token_index + rows, mask=live, other=0)
     else:
-        token = rows + place
+        token = rows + token_index
     return token
 
 
@@ -257,9 +257,9 @@ def add_sampled(others, y_id, known, to_z):
     return top, log_sum, log_sum - tl.where(leads, of_leader, moment) / total, logp
 
 
-@triton.jit(do_not_specialize=["ids", "place", "temperature", "count"])
-def statistics_kernel(logits, ids, place, temperature, stats, count, p, OPTIONS: tl.constexpr):
-    at = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
+@triton.jit(do_not_specialize=["ids", "token_index", "temperature", "count"])
+def statistics_kernel(logits, ids, token_index, temperature, stats, count, p, OPTIONS: tl.constexpr):
+    at = rows_of_program(logits, ids, token_index, temperature, count, OPTIONS.rows)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     to_z, _ = logit_scales(p, row.temperature, OPTIONS.capped)
     others = row_sums(row, tl.where(row.known, row.ids, -1), to_z, p, OPTIONS.capped, OPTIONS)
@@ -348,21 +348,21 @@ def store_columns(row, du, first, end, terms, pair, p, OPTIONS: tl.constexpr, CO
     tl.store(du[:, None] + columns[None, :], value.to(du.dtype.element_ty), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["ids", "place", "temperature", "dlogp", "dentropy", "count", "weight"])
+@triton.jit(do_not_specialize=["ids", "token_index", "temperature", "dlogp", "dentropy", "count", "weight"])
 def gradient_kernel(
-    logits, ids, place, temperature, stats, dlogp, dentropy, count, gradient, p, teacher, teacher_stats, weight, q,
-    OPTIONS: tl.constexpr,
+    logits, ids, token_index, temperature, stats, dlogp, dentropy, count, gradient, p, teacher, teacher_stats, weight,
+    q, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradient of rows; with a `teacher` that of the divergence too, from the `teacher_stats` of its
     kernel."""
     BLOCK: tl.constexpr = OPTIONS.block
-    at = rows_of_program(logits, ids, place, temperature, count, OPTIONS.rows)
+    at = rows_of_program(logits, ids, token_index, temperature, count, OPTIONS.rows)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     scales = logit_scales(p, row.temperature, OPTIONS.capped)
     terms, log_sum, _, _ = load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS)
     pair = None
     if OPTIONS.divergence is not None:  # Triton 3.4 cannot compare a tuple that holds None
-        at = rows_of_program(teacher, ids, place, temperature, count, OPTIONS.rows)
+        at = rows_of_program(teacher, ids, token_index, temperature, count, OPTIONS.rows)
         other = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], teacher.bias, teacher.vocab)
         to_z, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
         other_top, other_log_sum = split_lse(tl.load(teacher_stats.lse + row.token, mask=row.live, other=0.0), to_z)
@@ -409,15 +409,15 @@ def scalars(transform: LogitTransform) -> LogitTransform:
 
 
 def read_by(chunk: LogitChunk) -> tuple[Logits, Tensor, int | Tensor, Tensor]:
-    """Returns what kernels of rows take first: logits, ids, place, temperature."""
-    return logits_of(chunk.logits, chunk.bias), chunk.ids, place(chunk.rows), chunk.temperature
+    """Returns what kernels of rows take first: logits, ids, token_index, temperature."""
+    return logits_of(chunk.logits, chunk.bias), chunk.ids, token_index(chunk.rows), chunk.temperature
 
 
 def logits_of(logits: Tensor, bias: Tensor | None) -> Logits:
     return Logits(logits, bias, logits.shape[1], logits.stride(0))
 
 
-def place(rows: Rows) -> int | Tensor:
+def token_index(rows: Rows) -> int | Tensor:
     """Returns what tokens_of takes for a chunk: its first token, or the positions of all."""
     return rows.start if rows.index is None else rows.index
 

@@ -112,13 +112,13 @@ def store_block(row, first, end, terms, sink, progress, p, OPTIONS: tl.constexpr
     return progress
 
 
-@triton.jit(do_not_specialize=["ids", "place", "temperature", "dlogp", "dentropy", "count", "first_id"])
+@triton.jit(do_not_specialize=["ids", "token_index", "temperature", "dlogp", "dentropy", "count", "first_id"])
 def sparse_kernel(
-    logits, ids, place, temperature, stats, dlogp, dentropy, count, pair_ids, numbers, counts, capacity, theta,
+    logits, ids, token_index, temperature, stats, dlogp, dentropy, count, pair_ids, numbers, counts, capacity, theta,
     first_id, p, OPTIONS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = OPTIONS.rows  # Triton 3.4 takes no attribute in a shape
-    at = rows_of_program(logits, ids, place, temperature, count, ROWS)
+    at = rows_of_program(logits, ids, token_index, temperature, count, ROWS)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     scales = logit_scales(p, row.temperature, OPTIONS.capped)
     terms, _, by_logp, by_entropy = load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS)
