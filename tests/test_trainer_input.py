@@ -119,7 +119,7 @@ def refused(model, data, tmp_path, capfd):
     ({"teacher_model_name_or_path": ".", "loss_options": {"divergence_beta": 0.5}}, ["divergence_beta=0.5 has no"]),
     ({"teacher_top_k": 4}, ["teacher_top_k=4 has no effect without teacher_model_name_or_path"]),
     ({"teacher_model_name_or_path": ".", "teacher_top_k": 0}, ["teacher_top_k=0", "at least 1"]),
-    ({"teacher_model_name_or_path": ".", "teacher_top_k_mode": "truncate"}, ["has no effect without teacher_top_k"]),
+    ({"teacher_model_name_or_path": ".", "teacher_top_k_mode": "renormalize"}, ["has no effect without teacher_top_k"]),
     ({"teacher_model_name_or_path": "."}, ["teacher_model_name_or_path=.: "]),
     ({"use_vllm": True}, ["use_vllm needs vllm: pip install vllm"]),
     ({"rollout_rs": {"token_k1": [0.5, 2.0]}}, ["rollout_rs={'token_k1': [0.5, 2.0]} has no effect without use_vllm"]),

@@ -134,6 +134,7 @@ class GRPOConfig(LossConfig):
             `rewards` of the call; `advantages` that are given in their place are taken as they are.
     """
 
+    # The types of what may be chosen, which stand above LossConfig. Type checkers need the defaults again.
     surrogate: Surrogate = "clip"
     importance_sampling_level: Level | None = None
     kl_estimator: KLEstimator = "k3"
