@@ -27,6 +27,7 @@ import grpo_kernels as gk
 from grpo_kernels.head import chunk_size
 from grpo_kernels.head.dweight import WeightGradient
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.head.loop import sequence_chunks
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.operations import chunk_row_stride
 
@@ -258,3 +259,16 @@ def test_logits_on_a_cpu_are_kept_for_the_next_call():
         fused(make_batch(0), backend="cpu")
         blocks += [block.data_ptr() for block in chunk_size._last_on_cpu]
     assert len(blocks) == 2 and blocks[0] == blocks[1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunks"),
+    [
+        ([], []),
+        ([0, 0], []),
+        ([4, 3, 3, 9], [(0, 7, slice(0, 2)), (7, 10, slice(2, 3)), (10, 19, slice(3, 4))]),
+        ([7, 0, 7], [(0, 7, slice(0, 2)), (7, 14, slice(2, 3))]),
+    ],
+)
+def test_chunks_of_whole_sequences_are_as_long_as_they_may_be(lengths, chunks):
+    assert [*sequence_chunks(lengths, 7)] == chunks

@@ -232,6 +232,6 @@ def test_what_has_no_kernel():
     for options in (
         dict(surrogate="dppo_tv"), dict(importance_sampling_level="sequence"), dict(entropy_coef=0.1),
         dict(beta=0.1, kl_estimator="abs"), dict(beta=0.1, use_bias_correction_kl=True),
-        dict(off_policy_mask_threshold=0.1),
+        dict(off_policy_mask_threshold=0.1), dict(distill_coef=0.1),
     ):  # fmt: skip
         assert not served(**options), options

@@ -27,6 +27,7 @@ from helpers import (
 from teachers import MODES, OWN, VOCAB, batch_of, config_of, exact_log_p, make_teacher, make_top_k, teacher_of
 
 import grpo_kernels as gk
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations.lm_head import lm_head_inputs
 from grpo_kernels.names import DIVERGENCES
 
@@ -93,6 +94,16 @@ def test_the_kept_ids_of_a_mask_are_the_teachers(path, backend, divergence, monk
     exact = reference(batch, config)
     found = errors(fused(batch, config, backend), exact, loss_scale=1.0)
     assert max(found.values()) <= 3e-6, found
+
+
+def test_the_divergence_over_k_ids_alone_needs_no_other_logits(monkeypatch):
+    use_mask_path(monkeypatch, "gathers", VOCAB)
+    monkeypatch.setattr(LMHead, "logits", None)
+    batch = leaves(make_batch(2, sequences=6, bias=True))
+    teacher = make_top_k((6, 6), "renormalize", 9)
+    out = gk.fused_distillation_loss(batch.hidden, batch.weight, teacher, lm_head_bias=batch.bias)
+    out.loss.backward()
+    assert out.loss > 0 and batch.weight.grad.any()
 
 
 def test_lists_of_sampling_engines():
