@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,7 @@ from .head.shared import is_capturing, requires_grad_flags
 from .inputs import agreed, check_logps_inputs, check_loss_inputs
 from .names import Divergence
 from .objective.aggregation import Aggregation
-from .teacher import Teacher, TopKTeacher, check_teacher
+from .teacher import Teacher, TopKTeacher, check_teacher, combined_teachers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,8 +43,9 @@ class DistillationOutput:
 def fused_distillation_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
-    teacher: Teacher | TopKTeacher,
+    teacher: Teacher | TopKTeacher | Sequence[Teacher],
     *,
+    teacher_of: Tensor | None = None,
     completion_mask: Tensor | None = None,
     divergence: Divergence = "reverse_kl",
     divergence_beta: float | None = None,
@@ -94,7 +96,8 @@ def fused_distillation_loss(
         check_logits_dtype(logits_dtype, dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
-        check_teacher(teacher, config, hidden, weight, dtype)
+        teachers = combined_teachers(teacher, teacher_of, hidden, cu_seqlens)
+        check_teacher(teachers, config, hidden, weight, dtype)
         mask = None
         if isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize":
             if is_capturing(hidden.device) or torch.compiler.is_compiling():
@@ -108,9 +111,9 @@ def fused_distillation_loss(
         }  # fmt: skip
         like = hidden[..., 0]  # of the shape of the tokens
         advantages = hidden.new_zeros(num_sequences_of(like, cu_seqlens), 1, dtype=torch.float32)
-        batch = check_loss_inputs(advantages, mask, options, config, like, "hidden", dtype, teacher=teacher)
+        batch = check_loss_inputs(advantages, mask, options, config, like, "hidden", dtype, teacher=teachers)
         return LossCall(
-            None, batch, compute_dtype, requires_grad_flags(hidden, weight, bias), accumulate_into, teacher=teacher
+            None, batch, compute_dtype, requires_grad_flags(hidden, weight, bias), accumulate_into, teacher=teachers
         )
 
     weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
@@ -125,8 +128,9 @@ def fused_distillation_loss(
 def fused_divergence(
     hidden: Tensor,
     lm_head_weight: Tensor,
-    teacher: Teacher | TopKTeacher,
+    teacher: Teacher | TopKTeacher | Sequence[Teacher],
     *,
+    teacher_of: Tensor | None = None,
     completion_mask: Tensor | None = None,
     divergence: Divergence = "reverse_kl",
     divergence_beta: float | None = None,
@@ -149,8 +153,8 @@ def fused_divergence(
         )
         return check_logps_inputs(
             "fused_divergence", hidden, weight, bias, ids=None, mask=completion_mask, entropy=True,
-            transform=(temperature, logit_scale, logit_softcap), backend=backend, teacher=teacher, divergence=config,
-            logits_dtype=logits_dtype,
+            transform=(temperature, logit_scale, logit_softcap), backend=backend, teacher=teacher,
+            teacher_of=teacher_of, divergence=config, logits_dtype=logits_dtype,
         )  # fmt: skip
 
     weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import torch
@@ -45,7 +45,7 @@ from .objective.surrogates import SURROGATE_RULES
 from .objective.tokens import TokenInputs
 from .rewards import Groups, check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
-from .teacher import Teacher, TopKTeacher, check_teacher, has_full_vocab
+from .teacher import AnyTeacher, Teacher, TopKTeacher, check_teacher, combined_teachers, has_full_vocab
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,7 +110,7 @@ def check_loss_inputs(
     dtype: torch.dtype,
     *,
     reads_logits: bool = True,
-    teacher: Teacher | TopKTeacher | None = None,
+    teacher: AnyTeacher | None = None,
 ) -> Batch:
     """Checks the options against `like`, a tensor of the shape (B, T) or (N,), and returns the batch.
 
@@ -266,7 +266,8 @@ def check_logps_inputs(
     sampling_mask: SamplingMask | None = None,
     sparse_backward: float | None = None,
     cu_seqlens: Tensor | None = None,
-    teacher: Teacher | TopKTeacher | None = None,
+    teacher: Teacher | TopKTeacher | Sequence[Teacher] | None = None,
+    teacher_of: Tensor | None = None,
     divergence: GRPOConfig = DEFAULT_CONFIG,
     several_ids: bool = False,
     top_k: int | None = None,
@@ -290,7 +291,8 @@ def check_logps_inputs(
         for name, x in {"sampling_mask": sampling_mask, "sparse_backward": sparse_backward}.items():
             if x is not None:
                 raise ValueError(f"{name} is given with {ids.shape[-1]} completion_ids of each token; give one of both")
-    check_teacher(teacher, divergence, hidden, weight, dtype)
+    teachers = combined_teachers(teacher, teacher_of, hidden, cu_seqlens)
+    check_teacher(teachers, divergence, hidden, weight, dtype)
     mask = mask_per_token(mask, one.shape, hidden)
     if sampling_mask is not None:
         check_sampling_mask(sampling_mask, one.shape, hidden)
@@ -303,9 +305,9 @@ def check_logps_inputs(
         number = float(temperature)
     kept = () if sampling_mask is None else (sampling_mask.ids, sampling_mask.counts)
     numbers = number, float(logit_scale), float(softcap or 0.0), theta
-    name = choose_backend(backend, hidden.device, dtype, has_teacher=has_full_vocab(teacher))
+    name = choose_backend(backend, hidden.device, dtype, has_teacher=has_full_vocab(teachers))
     tokens = LogpsTokens(ids, mask, of_tokens, *kept)
     k = 0 if top_k is None else top_k
     return LogpsCall(
-        tokens, numbers, entropy, name, compute_dtype, logits_dtype, k, teacher=teacher, divergence=divergence
+        tokens, numbers, entropy, name, compute_dtype, logits_dtype, k, teacher=teachers, divergence=divergence
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -26,7 +26,7 @@ from .head.shared import requires_grad_flags, statistics_dtype
 from .inputs import LossOptions, agreed, check_loss_inputs, forwards_loss_options, read_config
 from .objective.metrics import Batch, Measured
 from .sampling_mask import SamplingMask
-from .teacher import Teacher, TopKTeacher, check_teacher, refuse_with_teacher
+from .teacher import Teacher, TopKTeacher, check_teacher, combined_teachers, refuse_with_teacher
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,7 +108,8 @@ def fused_grpo_loss(
     lm_head_bias: Tensor | None = None,
     vocab_parallel_group: ProcessGroup | None = None,
     accumulate_into: Tensor | None = None,
-    teacher: Teacher | TopKTeacher | None = None,
+    teacher: Teacher | TopKTeacher | Sequence[Teacher] | None = None,
+    teacher_of: Tensor | None = None,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """Computes the GRPO family's loss from hidden states, forward and backward, without (N, V) logits.
@@ -172,6 +173,11 @@ def fused_grpo_loss(
             it from the sampled id; leave beta at 0 then. It costs the teacher's product, N H' V, and a second chunk of
             logits; with `top_k` see there. Or a `TopKTeacher`. With vocab_parallel_group a Teacher has this rank's rows
             of its weight. Not with config.sparse_backward; with a sampling_mask where it is a TopKTeacher's own.
+            A list of Teachers, with `teacher_of`: each has tokens of its own, and costs the products of these alone.
+        teacher_of: (S,) or the shape of completion_ids, integers: the index of the teacher that a sequence or a token
+            has in the list; -1: none, a divergence of 0. teacher[i].hidden is `hidden_of_all[teacher_of == i]`, the
+            rows of its own tokens in the order of the batch. Widths, biases, scales and softcaps of teachers may
+            differ, types, top_k and mode not. Its numbers are read on the host, so not under a CUDA graph.
         config: GRPOConfig; None: GRPOConfig().
         backend: "auto", or a name of `available_backends()`.
 
@@ -216,14 +222,15 @@ def fused_grpo_loss(
         check_logits_dtype(config.logits_dtype, dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
-        check_teacher(teacher, config, hidden, weight, dtype)
-        if teacher is not None:
-            refuse_with_teacher(teacher, sampling_mask, config)
+        teachers = combined_teachers(teacher, teacher_of, hidden, options.get("cu_seqlens"))
+        check_teacher(teachers, config, hidden, weight, dtype)
+        if teachers is not None:
+            refuse_with_teacher(teachers, sampling_mask, config)
         batch = check_loss_inputs(
-            advantages, sampling_mask, options, config, completion_ids, "hidden", dtype, teacher=teacher
+            advantages, sampling_mask, options, config, completion_ids, "hidden", dtype, teacher=teachers
         )
         wants = requires_grad_flags(hidden, weight, bias)
-        return LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teacher)
+        return LossCall(completion_ids, batch, compute_dtype, wants, accumulate_into, teacher=teachers)
 
     weight, bias, call = agreed(vocab_parallel_group, (hidden, lm_head_weight, lm_head_bias), check)
     loss, logps, entropy, measured, others, *divergence = loss_from_hidden(hidden, weight, bias, call)

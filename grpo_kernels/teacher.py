@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from .checks.arguments import (
     check_top_k,
     checks_values,
     constant,
+    num_sequences_of,
     products_dtype,
 )
 from .checks.table import ARGUMENTS
+from .checks.tokens import TokenLayout, per_token
 from .config import GRPOConfig, check_count, check_one_of, check_option
 from .sampling_mask import SamplingMask, check_sampling_mask
 
@@ -161,15 +163,65 @@ class TopKTeacher:
         return cls(ids, logps, mode)
 
 
-def teacher_signature(teacher: Teacher | TopKTeacher | None) -> list[tuple[Any, ...]]:
+class SeveralTeachers(NamedTuple):
+    """Teachers with the same `top_k`, `mode` and types, of which a token has at most one.
+
+    teacher_of: the index of each token's teacher, -1 for none, int64 in the shape of the tokens. The hidden states of a
+        teacher are those of its own tokens, masked ones too, in their order.
+    """
+
+    teachers: tuple[Teacher, ...]
+    teacher_of: Tensor
+
+
+AnyTeacher = Teacher | TopKTeacher | SeveralTeachers
+
+
+def combined_teachers(
+    teacher: Teacher | TopKTeacher | Sequence[Teacher] | None,
+    teacher_of: Tensor | None,
+    hidden: Tensor,
+    cu_seqlens: Tensor | None = None,
+) -> AnyTeacher | None:
+    """Returns what a public function received as one object. Where there are several teachers, teacher_of is expanded
+    to the tokens of hidden (B, T, H) or (N, H)."""
+    if not isinstance(teacher, (list, tuple)):
+        no_effect("teacher_of", teacher_of, "without a list of teachers")
+        return teacher  # type: ignore[return-value]  # check_teacher refuses other types
+    if teacher_of is None:
+        raise ValueError("teacher is a list and teacher_of is None; expected the index of each sequence's or token's")
+    if not teacher:
+        raise ValueError("teacher is an empty list; expected at least one grpo_kernels.Teacher")
+    for i, x in enumerate(teacher):
+        if not isinstance(x, Teacher):
+            raise TypeError(f"teacher[{i}] is a {type(x).__name__}; expected a grpo_kernels.Teacher")
+    tokens = hidden[..., 0]
+    num_sequences = -1 if cu_seqlens is None and tokens.dim() == 1 else num_sequences_of(tokens, cu_seqlens)
+    layout = TokenLayout(tokens.shape, num_sequences, cu_seqlens, tokens, torch.int64)
+    return SeveralTeachers(tuple(teacher), per_token("teacher_of", teacher_of, layout))
+
+
+def heads_of(teacher: AnyTeacher | None) -> tuple[Teacher, ...]:
+    """Returns the teachers that have hidden states and a weight."""
+    if isinstance(teacher, SeveralTeachers):
+        return teacher.teachers
+    return (teacher,) if isinstance(teacher, Teacher) else ()
+
+
+def teacher_signature(teacher: AnyTeacher | None) -> list[tuple[Any, ...]]:
     """Returns what ranks with slices of the vocabulary must have in common: all but the rows of slices."""
-    fields = {} if teacher is None else vars(teacher)
-    return [(n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x) for n, x in fields.items()]
+    records = heads_of(teacher) if teacher is None or heads_of(teacher) else (teacher,)
+    return [
+        (n, x.shape[1:], x.dtype) if isinstance(x, Tensor) else (n, x)
+        for each in records
+        for n, x in vars(each).items()
+    ]
 
 
-def has_full_vocab(teacher: object) -> TypeGuard[Teacher]:
+def has_full_vocab(teacher: AnyTeacher | None) -> bool:
     """Returns whether logits of a teacher over the whole vocabulary stand beside the policy's."""
-    return isinstance(teacher, Teacher) and teacher.top_k is None
+    heads = heads_of(teacher)
+    return bool(heads) and heads[0].top_k is None
 
 
 def _top_pairs(token: Any) -> list[tuple[int, float]]:
@@ -190,7 +242,7 @@ def _top_pairs(token: Any) -> list[tuple[int, float]]:
     )
 
 
-def refuse_with_teacher(teacher: Teacher | TopKTeacher, sampling_mask: SamplingMask | None, config: GRPOConfig) -> None:
+def refuse_with_teacher(teacher: AnyTeacher, sampling_mask: SamplingMask | None, config: GRPOConfig) -> None:
     if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize":
         teacher_mask = teacher.sampling_mask
         check_sampling_mask(sampling_mask, teacher.ids.shape[:-1], teacher.ids)
@@ -212,26 +264,45 @@ def check_teacher(teacher: object, config: GRPOConfig, hidden: Tensor, weight: T
         if config.distill_coef != 0.0:
             raise ValueError(f"teacher is None and distill_coef={config.distill_coef}; the divergence needs a teacher")
         return
-    if not isinstance(teacher, (Teacher, TopKTeacher)):
-        raise TypeError(f"teacher is a {type(teacher).__name__}; expected a grpo_kernels.Teacher or TopKTeacher")
+    if not isinstance(teacher, (Teacher, TopKTeacher, SeveralTeachers)):
+        raise TypeError(
+            f"teacher is a {type(teacher).__name__}; expected a grpo_kernels.Teacher, a list of them, or a TopKTeacher"
+        )
     if config.distill_coef == 0.0:
         raise ValueError("teacher has no effect with config.distill_coef=0; set it, or leave the teacher out")
-    kind = type(teacher).__name__
-    fields = ("hidden", "weight", "bias") if isinstance(teacher, Teacher) else ("ids", "logps")  # dynamo has no vars()
-    tensors = {f"{kind}.{name}": getattr(teacher, name) for name in fields if getattr(teacher, name) is not None}
-    for name, x in tensors.items():
-        check_tensor(name, x, hidden)
-        constant(name, x)
-    name = f"{kind}.{fields[0]}"
-    check_sizes(name, tensors[name], ARGUMENTS[name], {"tokens": hidden.shape[:-1]})
-    if isinstance(teacher, Teacher):
-        _check_head(teacher, tensors, weight, dtype)
+    tokens: Sizes = {"tokens": hidden.shape[:-1]}
+    if isinstance(teacher, TopKTeacher):
+        for name in ("ids", "logps"):
+            _check_constant(f"TopKTeacher.{name}", getattr(teacher, name), hidden)
+        check_sizes("TopKTeacher.ids", teacher.ids, ARGUMENTS["TopKTeacher.ids"], tokens)
+        return
+    for i, head in enumerate(heads_of(teacher)):
+        name = "Teacher" if isinstance(teacher, Teacher) else f"teacher[{i}]"
+        _check_head(name, head, hidden, weight, dtype)
+        if isinstance(teacher, Teacher):
+            check_sizes("Teacher.hidden", head.hidden, ARGUMENTS["Teacher.hidden"], tokens)
+        elif (found := _kind_of(head)) != (expected := _kind_of(teacher.teachers[0])):
+            raise ValueError(
+                f"{name} has top_k, mode and types {found}, and teacher[0] {expected}; expected those of all teachers "
+                "to be the same"
+            )
 
 
-def check_teacher_values(teacher: Teacher | TopKTeacher | None, vocab_size: int, mask: Tensor | None) -> None:
+def _kind_of(teacher: Teacher) -> tuple[object, ...]:
+    """Returns what teachers of one call have in common."""
+    return teacher.top_k, teacher.mode, teacher.hidden.dtype, teacher.weight.dtype
+
+
+def _check_constant(name: str, x: Tensor, hidden: Tensor) -> None:
+    check_tensor(name, x, hidden)
+    constant(name, x)
+
+
+def check_teacher_values(teacher: AnyTeacher | None, vocab_size: int, mask: Tensor | None) -> None:
     """Checks top_k, or the ids of a TopKTeacher, against the rows of the whole lm_head."""
-    if isinstance(teacher, Teacher) and teacher.top_k is not None:
-        check_top_k("Teacher.top_k", teacher.top_k, vocab_size)
+    for head in heads_of(teacher)[:1]:
+        if head.top_k is not None:
+            check_top_k("Teacher.top_k", head.top_k, vocab_size)
     if not isinstance(teacher, TopKTeacher) or not checks_values(teacher.ids.device):
         return
     highest = int(teacher.ids.max()) if teacher.ids.numel() else -1
@@ -248,12 +319,17 @@ def check_teacher_values(teacher: Teacher | TopKTeacher | None, vocab_size: int,
         raise ValueError(f"TopKTeacher.ids{place.tolist()} has {what}; expected some at unmasked positions")
 
 
-def _check_head(teacher: Teacher, tensors: dict[str, Tensor], weight: Tensor, dtype: torch.dtype) -> None:
+def _check_head(kind: str, teacher: Teacher, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    """Checks the tensors of a teacher, which errors call `kind`."""
+    fields = ("hidden", "weight", "bias")  # dynamo has no vars()
+    tensors = {f"{kind}.{name}": getattr(teacher, name) for name in fields if getattr(teacher, name) is not None}
+    for name, x in tensors.items():
+        _check_constant(name, x, hidden)
     policy_rows, teacher_rows = len(weight), len(teacher.weight)
     if policy_rows != teacher_rows:
-        longer = "lm_head_weight" if policy_rows > teacher_rows else "Teacher.weight"
+        longer = "lm_head_weight" if policy_rows > teacher_rows else f"{kind}.weight"
         raise ValueError(
-            f"Teacher.weight has {teacher_rows} rows and lm_head_weight {policy_rows}; expected one vocabulary. "
+            f"{kind}.weight has {teacher_rows} rows and lm_head_weight {policy_rows}; expected one vocabulary. "
             f"Where the further rows are padding, pass {longer}[:{min(policy_rows, teacher_rows)}], and its bias alike"
         )
     compute_dtype = products_dtype(teacher.hidden, teacher.weight, teacher.bias)
@@ -262,4 +338,4 @@ def _check_head(teacher: Teacher, tensors: dict[str, Tensor], weight: Tensor, dt
         type_names = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
         raise TypeError(f"{type_names}; expected one type, a float32 head of 16-bit hidden states, or torch.autocast")
     if torch.float64 in types and dtype != torch.float64:
-        raise TypeError(f"Teacher.hidden is float64 and the policy's products are {dtype}; expected float32 or 16 bits")
+        raise TypeError(f"{kind}.hidden is float64 and the policy's products are {dtype}; expected float32 or 16 bits")

@@ -69,6 +69,7 @@ _ROWS: dict[str, Argument] = {
     "Teacher.hidden": _HIDDEN,
     "Teacher.weight": _WEIGHT,
     "Teacher.bias": _BIAS,
+    "teacher_of": Argument(PER_SEQUENCE, INTEGERS),
     "TopKTeacher.ids": Argument((("tokens", "K"),), INTEGERS),
     "TopKTeacher.logps": Argument((("tokens", "K"),), FLOATS),
     "SamplingMask.ids": Argument((("m",),), INTEGERS),

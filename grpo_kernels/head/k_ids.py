@@ -201,7 +201,7 @@ class TopKLogps(TopKIds):
         super().__init__(ids, stats, *vocab)
         self.logp = stats.logp.new_zeros(self.ids.shape)
 
-    def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
+    def after_statistics(self, chunk: LogitChunk, backend: Backend, number: int = 0) -> None:
         """Computes the log-probabilities of a chunk, whose statistics are known."""
         if self.finds:
             chunk.rows.put(self.ids, self._likeliest(chunk))

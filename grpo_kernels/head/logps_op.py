@@ -26,7 +26,7 @@ from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..kernels import get_backend
 from ..kernels.operations import LogitTransform, Statistics
 from ..names import add_op_namespace_prefix
-from ..teacher import Teacher, TopKTeacher, check_teacher_values, teacher_signature
+from ..teacher import AnyTeacher, check_teacher_values, teacher_signature
 from .chunk_size import Selection, select_tokens
 from .gradients import refuse_double_backward
 from .k_ids import TopKLogps
@@ -69,7 +69,7 @@ class LogpsCall(NamedTuple):
     logits_dtype: Optional[torch.dtype] = None  # None: the default of LMHead
     top_k: int = 0  # how many of the likeliest ids to find; completion_ids are not looked at then
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
-    teacher: Union[Teacher, TopKTeacher, None] = None  # to whose distribution the divergence is computed
+    teacher: Optional[AnyTeacher] = None  # to whose distribution the divergence is computed
     divergence: GRPOConfig = DEFAULT_CONFIG  # which one
 
     @property
@@ -105,7 +105,7 @@ def logps_from_hidden(
 
 
 Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
-AnyTeacher = Union[TeacherHead, TopKHead, TopKLogps, None]
+TeacherState = Union[TeacherHead, TopKHead, TopKLogps, None]
 
 
 class LogpsPass(NamedTuple):
@@ -125,14 +125,14 @@ def begin_logps(
     *,
     wants: Sequence[bool] = (False, False, False),
     chunk_rows: Optional[int] = None,
-    teacher: AnyTeacher = None,
+    teacher: TeacherState = None,
 ) -> LogpsPass:
     """Prepares the tokens of a call, whose statistics are written to `stats`."""
     ids, mask, per_token, kept_ids, kept_counts = call.tokens
     number, logit_scale, softcap, theta = call.numbers
     dtype, device, kernels = stats.logp.dtype, ids.device, get_backend(call.backend)
     if theta:
-        refuse_capture(device)
+        refuse_capture(device, "sparse_backward", "the number of entries")
     head = LMHead(
         inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, logits_dtype=call.logits_dtype,
         chunk_rows=chunk_rows, vocab_slice=call.vocab_slice,
@@ -185,7 +185,7 @@ def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
 
 
 @hide_from_dispatch_modes
-def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
+def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, TeacherState]:
     """Returns (statistics, 0 at masked positions; the teacher with its divergence). To be called under no_grad."""
     hidden, count = inputs[0], inputs[0].numel() // inputs[0].shape[-1]
     dtype = statistics_dtype(call.compute_dtype or hidden.dtype)
@@ -193,7 +193,7 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[Statistics, AnyTeacher]:
         vocab_size = vocab_size_of(inputs[1], call.vocab_slice)
         check_call(call, vocab_size)
         stats = Statistics.zeros(count, hidden.device, dtype)
-        teacher: AnyTeacher = _k_logps(inputs, call, stats)
+        teacher: TeacherState = _k_logps(inputs, call, stats)
         if call.teacher is not None:
             engine_options = call.compute_dtype, count, dtype, vocab_size, call.vocab_slice
             teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), *engine_options)
@@ -224,7 +224,7 @@ def _shaped(x: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _results(
-    hidden: Tensor, stats: Statistics, known: AnyTeacher
+    hidden: Tensor, stats: Statistics, known: TeacherState
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """Returns the results of `logps_from_hidden`."""
     logp, divergence, ids = stats.logp, None, None
@@ -242,7 +242,7 @@ def _compute_gradients(
     call: LogpsCall,
     results: Sequence[Tensor],
     wants: Sequence[bool],
-    teacher: AnyTeacher = None,
+    teacher: TeacherState = None,
 ) -> list[Optional[Tensor]]:
     """Returns (dhidden, dweight, dbias) from logits that are computed again, over rows with a non-zero coefficient.
 
@@ -272,7 +272,7 @@ class _Logps(torch.autograd.Function):
         ctx.teacher = None if call.teacher is None else known
         ctx.call, saved = call._replace(tokens=None), [*call.tokens]
         if call.teacher is not None:  # for autograd to notice changes
-            saved += [x for x in vars(call.teacher).values() if isinstance(x, Tensor)]
+            saved += teacher_to_key(call.teacher)[1]
         save_tensors(ctx, hidden, weight, bias, stats.entropy, stats.lse, *saved)
         return _results(hidden, stats, known)[:3]
 

@@ -28,7 +28,7 @@ from .k_ids import TopKIds, TopKLogps
 from .kept import DenseMask, KeptLogits, split
 from .lm_head import GivenLogits, LMHead, SampledEntries
 from .sparse import SparsePairs
-from .teacher import GivenTopK, KeptTeacher, PolicyTopK, TeacherHead, TopKHead
+from .teacher import GivenTopK, KeptTeacher, PolicyTopK, TeacherHead, TeacherHeads, TopKHead
 
 Head = LMHead | GivenLogits | KeptLogits
 
@@ -53,6 +53,8 @@ class TokenBatch:
         self.sampled_ids = ids  # of the whole vocabulary
         self.ids = head.local_ids(ids)
         self.temperature, self.transform, self.stats, self.teacher = temperature, transform, stats, teacher
+        heads = teacher.heads if isinstance(teacher, (TeacherHead, TopKHead)) else None
+        self.several_teachers: TeacherHeads | None = None if heads is None or heads.teacher_of is None else heads
         self.mask: DenseMask | None = None
         self.kept_batch: TokenBatch | None = None  # tokens that keep few ids, by products over those
         self.kept_logits: KeptLogits | None = None
@@ -94,8 +96,13 @@ class TokenBatch:
     # --- chunks -------------------------------------------------------------------------------------------------------
 
     def chunks(self, index: Tensor | None, kind: type[Chunk]) -> list[Chunk]:
-        """Returns the chunks of the tokens `index`; None: of all tokens."""
-        return [kind(self, rows) for rows in self.head.chunks(index, holds_logits=kind.holds_logits)]
+        """Returns the chunks of the tokens `index`; None: of all tokens. Those of a chunk have one teacher."""
+        parts = [(0, index)] if self.several_teachers is None else self.several_teachers.split(index)
+        return [
+            kind(self, rows, teacher_number=number)
+            for number, tokens in parts
+            for rows in self.head.chunks(tokens, holds_logits=kind.holds_logits)
+        ]
 
     def sequences(self, index: Tensor | None, lengths: list[int], kind: type[Chunk]) -> list[Chunk]:
         """Returns chunks of whole sequences, which have `lengths` tokens each among the tokens `index`."""
@@ -123,12 +130,22 @@ class TokenBatch:
         return Exponentials
 
     def normalise_teacher(self, index: Tensor | None) -> None:
-        """Computes the log-sum-exps of a teacher of the policy's likeliest ids, for these tokens (None: all)."""
+        """Computes the log-sum-exps of teachers of the policy's likeliest ids, for these tokens (None: all)."""
         teacher = self.teacher
-        if isinstance(teacher, PolicyTopK) and teacher.mass is not None:
-            ids, transform = torch.zeros_like(self.sampled_ids), LogitTransform(*teacher.transform[2:])
-            TokenBatch(teacher.head, ids, self.temperature, transform, teacher.stats).forward(index, entropy=False)
-            teacher.head.free()
+        if not isinstance(teacher, PolicyTopK) or teacher.mass is None or teacher.heads is None:
+            return
+        for number, tokens in teacher.heads.split(index):
+            if number >= 0:
+                head, transform = teacher.heads.heads[number], LogitTransform(*teacher.heads.transforms[number][2:])
+                rows = select_rows(tokens, len(self.ids))
+                own, count = teacher.heads.rows(rows), head.num_tokens
+                temperature = torch.ones(count, dtype=self.temperature.dtype, device=self.temperature.device)
+                own.put(temperature, rows.take(self.temperature))
+                stats = Statistics.zeros(count, temperature.device, temperature.dtype)
+                ids = torch.zeros(count, dtype=torch.int64, device=temperature.device)
+                TokenBatch(head, ids, temperature, transform, stats).forward(own.index, entropy=False)
+                rows.put(teacher.stats.lse, own.take(stats.lse))
+                head.free()
 
     def forward(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """Computes the statistics of these tokens (None: all), and nothing else."""
@@ -231,8 +248,11 @@ class Chunk:
 
     holds_logits = True  # else what it holds has the type of gradients
 
-    def __init__(self, batch: TokenBatch, rows: Rows, sequences: slice | None = None) -> None:
-        self.batch, self.rows, self.sequences = batch, rows, sequences
+    def __init__(
+        self, batch: TokenBatch, rows: Rows, sequences: slice | None = None, *, teacher_number: int = 0
+    ) -> None:
+        self.batch, self.rows, self.sequences, self.teacher_number = batch, rows, sequences, teacher_number
+        self.teacher = batch.teacher if teacher_number >= 0 else None
 
     def forward(self) -> None:
         """Computes the logits and writes the statistics of the tokens."""
@@ -244,8 +264,8 @@ class Chunk:
         batch.backend.statistics(chunk)
         if batch.vocab_slice is not None:
             batch.vocab_slice.combine(rows, batch.sampled_ids, batch.stats)
-        if batch.teacher is not None:
-            batch.teacher.after_statistics(chunk, batch.backend)
+        if self.teacher is not None:
+            self.teacher.after_statistics(chunk, batch.backend, self.teacher_number)
 
     def recompute_logits(self) -> None:
         """Computes the logits of tokens whose statistics are known."""
@@ -254,9 +274,10 @@ class Chunk:
             self.batch.mask.apply(chunk)
 
     def _compute_logits(self) -> LogitChunk:
-        batch = self.batch
+        batch, teacher = self.batch, None
         logits = batch.head.logits(self.rows)
-        teacher = batch.teacher.beside(batch.head, self.rows) if isinstance(batch.teacher, TeacherHead) else None
+        if isinstance(self.teacher, TeacherHead):
+            teacher = self.teacher.beside(batch.head, self.rows, self.teacher_number)
         per_token = batch.ids, batch.temperature, batch.stats, batch.transform, batch.head.folded_bias, teacher
         self.logit_chunk = LogitChunk(logits, self.rows, *per_token)
         return self.logit_chunk
@@ -272,7 +293,7 @@ class Chunk:
     def add_gradient(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Writes the gradient of the logits and adds its products."""
         batch, chunk, rows = self.batch, self.logit_chunk, self.rows
-        head, weight = batch.head, None if batch.teacher is None else batch.teacher.weight
+        head, weight = batch.head, None if self.teacher is None else self.teacher.weight
         dlogits = head.row_gradients(rows, chunk.logits)
         if not isinstance(head, KeptLogits) and head.grad_dtype == torch.float16 and rows.count:
             largest = torch.maximum(rows.take(dlogp).abs(), rows.take(dentropy).abs())
@@ -286,8 +307,8 @@ class Chunk:
         if weight is not None and chunk.teacher is not None:
             chunk = chunk._replace(teacher=chunk.teacher._replace(weight=weight))
         patch = None
-        if weight is not None and isinstance(batch.teacher, TopKIds):
-            chunk, dlogp, dentropy, patch = batch.teacher.patch(chunk, batch.sampled_ids, (dlogp, dentropy, weight))
+        if weight is not None and isinstance(self.teacher, TopKIds):
+            chunk, dlogp, dentropy, patch = self.teacher.patch(chunk, batch.sampled_ids, (dlogp, dentropy, weight))
         rounds = isinstance(head, LMHead) and head.grad_dtype.itemsize == 2
         logp = batch.sampled_logps(chunk) if rounds else None  # before the gradient takes the place of the logits
         batch.backend.gradient(chunk, dlogp, dentropy, dlogits)
@@ -357,6 +378,7 @@ def run(
         batch.normalise_teacher(selection.scored)
     lengths = selection.lengths
     fits = lengths is not None and max(lengths, default=0) <= batch.head.sequence_rows
+    fits = fits and batch.several_teachers is None  # the tokens of a sequence may have different ones
     if not gradients or loss.needs_batch or (loss.needs_sequences and not fits):
         batch.forward(selection.scored)
         if gradients:

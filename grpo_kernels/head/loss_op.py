@@ -33,7 +33,7 @@ from ..objective.fused import has_kernel, objective_inputs
 from ..objective.loss import DistillationLoss, GRPOLoss, Operation
 from ..objective.metrics import Batch
 from ..objective.tokens import TokenInputs, Tokens, plan, rules_of
-from ..teacher import Teacher, TopKTeacher, check_teacher_values, teacher_signature
+from ..teacher import AnyTeacher, check_teacher_values, teacher_signature
 from .chunk_size import select_tokens
 from .gradients import PrecomputedGradients, compute_in_forward, held_dtype, refuse_double_backward, scaled_copy
 from .kept import make_token_mask
@@ -67,7 +67,7 @@ class LossCall(NamedTuple):
     wants: Sequence[bool]  # which of hidden, weight, bias need gradients; or the logits
     accumulate_into: Optional[Tensor] = None  # float32, like the weight, whose gradient each backward adds to it
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
-    teacher: Union[Teacher, TopKTeacher, None] = None  # to whose distribution the loss has a divergence
+    teacher: Optional[AnyTeacher] = None  # to whose distribution the loss has a divergence
 
     @property
     def description(self) -> tuple[object, ...]:
@@ -212,7 +212,7 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     config, inputs = call.batch.config, call.batch.tokens
     sparse = config.sparse_backward is not None
     if sparse:
-        refuse_capture(device)
+        refuse_capture(device, "sparse_backward", "the number of entries")
     if config.static_shapes or is_capturing(device):
         return True
     # Which rows; lengths; how many entries.

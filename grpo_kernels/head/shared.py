@@ -68,10 +68,10 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_capture(device: torch.device) -> None:
-    """Raises ValueError for sparse_backward under capture of a CUDA graph."""
+def refuse_capture(device: torch.device, name: str, what_is_read: str) -> None:
+    """Raises ValueError for an argument under capture of a CUDA graph, where the host reads nothing."""
     if is_capturing(device):
-        raise ValueError("sparse_backward was given under capture of a CUDA graph; the number of entries is read")
+        raise ValueError(f"{name} was given under capture of a CUDA graph; {what_is_read} is read")
 
 
 def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks.arguments import products_dtype
+from ..checks.arguments import name_first, products_dtype
 from ..checks.plain import check_not_released
 from ..config import as_constant
 from ..kernels.operations import (
@@ -41,10 +41,11 @@ from ..kernels.operations import (
 )
 from ..kernels.torch.teacher import slopes, sums
 from ..loss_config import LossConfig
-from ..teacher import Teacher, TopKTeacher, has_full_vocab
+from ..teacher import AnyTeacher, SeveralTeachers, Teacher, TopKTeacher, has_full_vocab, heads_of
 from .k_ids import TopKGradient, TopKIds, exact_z
 from .kept import KeptLogits, KeptMatrix
 from .lm_head import LMHead
+from .shared import refuse_capture
 from .vocab_parallel import VocabSlice
 
 # The smallest mass that the teacher's other ids can have: float32 log-probabilities cannot tell less from 0.
@@ -73,30 +74,77 @@ def transform_of(teacher: Teacher | None, config: LossConfig) -> TeacherTransfor
     return TeacherTransform(config.divergence or "reverse_kl", beta, float(scale), float(softcap or 0.0))
 
 
-class TeacherHead:
-    """The logits of a teacher, and what row kernels store of each token. `weight` (N,): d loss / d divergence."""
+class TeacherHeads:
+    """The lm_heads of the teachers of a call, and which tokens each of them has. options: of an LMHead."""
 
     def __init__(
-        self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, count: int,
-        dtype: torch.dtype, vocab_slice: VocabSlice | None,
+        self, teacher: Teacher | SeveralTeachers, config: LossConfig, backend: Backend,
+        compute_dtype: torch.dtype | None, **options: Any,
     ) -> None:  # fmt: skip
-        self.head, self.vocab_slice = _lm_head(teacher, config, backend, compute_dtype), vocab_slice
-        self.transform = transform_of(teacher, config)
-        self.offset = torch.zeros(count, dtype=dtype, device=teacher.hidden.device)
+        teachers = heads_of(teacher)
+        self.heads = [_lm_head(each, config, backend, compute_dtype, **options) for each in teachers]
+        self.transforms = [transform_of(each, config) for each in teachers]
+        # (N,) int64 each: whose tokens, and which rows of its hidden states; None: one teacher has all, in their order.
+        self.teacher_of: Tensor | None = None
+        self.row_of: Tensor | None = None
+        if isinstance(teacher, SeveralTeachers):
+            refuse_capture(teacher.teacher_of.device, "teacher_of", "the number of each teacher's tokens")
+            self.teacher_of, last = teacher.teacher_of.reshape(-1), len(teachers) - 1
+            wrong = (teacher.teacher_of < -1) | (teacher.teacher_of > last)
+            name_first("teacher_of", teacher.teacher_of, wrong, f"-1 (none) to {last}, the last index of teacher")
+            self.row_of = torch.zeros_like(self.teacher_of)
+            counts = dict.fromkeys(range(last + 1), 0)
+            for number, tokens in self.split(None):
+                assert tokens is not None
+                counts[number] = len(tokens)
+                self.row_of[tokens] = torch.arange(len(tokens), device=tokens.device)
+            for i, head in enumerate(self.heads):
+                if head.num_tokens != counts[i]:
+                    raise ValueError(
+                        f"teacher[{i}].hidden has {head.num_tokens} tokens; expected {counts[i]}, those with "
+                        f"teacher_of {i}"
+                    )
+
+    def split(self, index: Tensor | None) -> list[tuple[int, Tensor | None]]:
+        """Returns the tokens `index` (None: all) by teacher: (its number, -1 for none; the tokens)."""
+        if self.teacher_of is None:
+            return [(0, index)]
+        teacher_of = self.teacher_of if index is None else self.teacher_of[index]
+        numbers = range(-1, len(self.heads))
+        order = teacher_of.argsort(stable=True)
+        counts = (teacher_of[None] == torch.tensor(numbers, device=order.device)[:, None]).sum(1).tolist()
+        parts = (order if index is None else index[order]).split(counts)
+        return [(number, tokens) for number, tokens in zip(numbers, parts, strict=True) if len(tokens)]
+
+    def rows(self, rows: Rows) -> Rows:
+        """Returns the rows of their teacher's hidden states that these tokens, all of one teacher, have."""
+        return rows if self.row_of is None else Rows(0, rows.count, rows.take(self.row_of))
+
+
+class TeacherHead:
+    """The logits of teachers, and what row kernels store of each token. `weight` (N,): d loss / d divergence."""
+
+    heads: TeacherHeads | None = None
+
+    def __init__(
+        self, teacher: Teacher | SeveralTeachers, config: LossConfig, backend: Backend,
+        compute_dtype: torch.dtype | None, count: int, dtype: torch.dtype, vocab_slice: VocabSlice | None,
+    ) -> None:  # fmt: skip
+        self.heads = TeacherHeads(teacher, config, backend, compute_dtype)
+        self.vocab_slice, self.logits_dtype = vocab_slice, self.heads.heads[0].logits_dtype
+        self.offset = torch.zeros(count, dtype=dtype, device=self.heads.heads[0].hidden.device)
         self.lse = self.offset.new_zeros(count, dtype=torch.float64)
         self.weight, self.divergence = torch.zeros_like(self.offset), torch.zeros_like(self.offset)
 
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        return self.head.logits_dtype
-
-    def beside(self, head: Any, rows: Rows) -> TeacherLogits:
-        """Returns the teacher's logits of the rows whose logits `head`, an LMHead, has just computed."""
-        logits = self.head.logits(rows, head.scratch.teacher_logits(rows.count))
+    def beside(self, head: Any, rows: Rows, number: int) -> TeacherLogits:
+        """Returns the logits of teacher `number` for the rows whose logits `head`, an LMHead, has just computed."""
+        assert self.heads is not None
+        own, out = self.heads.heads[number], head.scratch.teacher_logits(rows.count)
         per_token = self.weight, self.divergence, self.offset, self.lse
-        return TeacherLogits(logits, self.head.folded_bias, self.transform, *per_token)
+        logits = own.logits(self.heads.rows(rows), out)
+        return TeacherLogits(logits, own.folded_bias, self.heads.transforms[number], *per_token)
 
-    def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
+    def after_statistics(self, chunk: LogitChunk, backend: Backend, number: int = 0) -> None:
         """Replaces the divergence of a slice of the vocabulary by that of all ranks; does nothing without slices."""
         if self.vocab_slice is not None:
             local_lse = chunk.rows.take(self.lse).contiguous()
@@ -115,6 +163,7 @@ class TopKHead(TopKIds):
 
     log_q: Tensor
     mass: Tensor | None  # (N,) of the teacher; None where it is not known
+    heads: TeacherHeads | None = None
 
     def __init__(
         self, ids: Tensor | int, mode: str, transform: TeacherTransform, stats: Statistics, *vocab: Any
@@ -123,7 +172,7 @@ class TopKHead(TopKIds):
         self.mode, self.transform, self.tail = mode, transform, stats if mode == "tail" else None
         self.divergence = torch.zeros_like(stats.logp)
 
-    def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
+    def after_statistics(self, chunk: LogitChunk, backend: Backend, number: int = 0) -> None:
         """Computes the divergence of a chunk, whose statistics are known. The logits are the same afterwards."""
         rows = chunk.rows
         if self.tail is not None:
@@ -186,35 +235,39 @@ class GivenTopK(TopKHead):
 
 
 class PolicyTopK(TopKHead):
-    """The policy's likeliest ids, and a Teacher's logits of them.
+    """The policy's likeliest ids, and the teachers' logits of them.
 
-    stats: of the teacher; a pass over its whole vocabulary writes them before the first chunk, unless the mode is
+    stats: of the teachers; a pass over its whole vocabulary writes them before the first chunk, unless the mode is
         "renormalize".
     """
 
     def __init__(
-        self, teacher: Teacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, *options: Any
-    ) -> None:
-        assert teacher.top_k is not None
-        super().__init__(teacher.top_k, teacher.mode, *options)
+        self, teacher: Teacher | SeveralTeachers, config: LossConfig, backend: Backend,
+        compute_dtype: torch.dtype | None, *options: Any,
+    ) -> None:  # fmt: skip
+        first = heads_of(teacher)[0]
+        assert first.top_k is not None
+        super().__init__(first.top_k, first.mode, *options)
         head_options = dict(chunk_rows=config.chunk_rows, vocab_slice=self.vocab_slice)
-        self.head = _lm_head(teacher, config, backend, compute_dtype, **head_options)
+        self.heads = TeacherHeads(teacher, config, backend, compute_dtype, **head_options)
         self.stats = Statistics.zeros(len(self.ids), self.ids.device, self.divergence.dtype)
         self.log_q = self.stats.lse.new_zeros(self.ids.shape)
         self.mass = None if self.mode == "renormalize" else torch.zeros_like(self.stats.lse)
 
-    def after_statistics(self, chunk: LogitChunk, backend: Backend) -> None:
-        """Finds the likeliest ids of a chunk, computes the teacher's log-probabilities of them, and the divergence."""
-        rows, head, ids = chunk.rows, self.head, self._likeliest(chunk)
+    def after_statistics(self, chunk: LogitChunk, backend: Backend, number: int = 0) -> None:
+        """Finds the likeliest ids of a chunk, computes the log-probabilities of them by teacher `number`, and the
+        divergence."""
+        assert self.heads is not None
+        rows, head, ids = chunk.rows, self.heads.heads[number], self._likeliest(chunk)
         rows.put(self.ids, ids)
         local_ids = pad(self._local_ids(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
-        kept_ids = KeptIds(Rows(0, rows.count, rows.tokens(ids.device)), local_ids)
+        kept_ids = KeptIds(Rows(0, rows.count, self.heads.rows(rows).tokens(ids.device)), local_ids)
         u = torch.empty(local_ids.shape, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=ids.device)
         backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept_ids, u)
         u = u[:, : ids.shape[1]]
         if self.mass is not None:
             u = u.to(head.logits_dtype)  # as those under the normaliser were rounded
-        z, _ = exact_z(u, rows.take(chunk.temperature), self.transform)
+        z, _ = exact_z(u, rows.take(chunk.temperature), self.heads.transforms[number])
         log_q = self._on_all_ranks(z, ids)
         if self.mass is not None:
             log_q = log_q - rows.take(self.stats.lse)[:, None]
@@ -241,41 +294,49 @@ class KeptTeacher(TeacherHead):
             matrix.teacher_logits = torch.full_like(matrix.logits, -torch.inf)
             matrix.teacher_logits[:, :width] = matrix.take(log_q)[:, :width]
 
-    def beside(self, head: Any, rows: Rows) -> TeacherLogits:
+    def beside(self, head: Any, rows: Rows, number: int) -> TeacherLogits:
         assert isinstance(rows, KeptMatrix) and rows.teacher_logits is not None
         per_token = self.weight, self.divergence, self.offset, self.lse
         return TeacherLogits(rows.teacher_logits, None, self.transform, *per_token)
 
 
 def new_teacher(
-    teacher: Teacher | TopKTeacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None,
-    count: int, dtype: torch.dtype, vocab_size: int, vocab_slice: VocabSlice | None,
+    teacher: AnyTeacher, config: LossConfig, backend: Backend, compute_dtype: torch.dtype | None, count: int,
+    dtype: torch.dtype, vocab_size: int, vocab_slice: VocabSlice | None,
 ) -> TeacherHead | TopKHead:  # fmt: skip
     """Returns what a call computes with a teacher: `count` tokens, values in `dtype`."""
+    if isinstance(teacher, TopKTeacher):
+        tail = Statistics.zeros(count, teacher.ids.device, dtype)
+        return GivenTopK(teacher, transform_of(None, config), tail, vocab_size, vocab_slice)
     if has_full_vocab(teacher):
         return TeacherHead(teacher, config, backend, compute_dtype, count, dtype, vocab_slice)
-    device = teacher.hidden.device if isinstance(teacher, Teacher) else teacher.ids.device
-    tail, slices = Statistics.zeros(count, device, dtype), (vocab_size, vocab_slice)
-    if isinstance(teacher, Teacher):
-        return PolicyTopK(teacher, config, backend, compute_dtype, transform_of(teacher, config), tail, *slices)
-    return GivenTopK(teacher, transform_of(None, config), tail, *slices)
+    tail = Statistics.zeros(count, heads_of(teacher)[0].hidden.device, dtype)
+    options = transform_of(None, config), tail, vocab_size, vocab_slice
+    return PolicyTopK(teacher, config, backend, compute_dtype, *options)
 
 
 # --- what an operator receives ----------------------------------------------------------------------------------------
 
 
-def teacher_to_key(teacher: Teacher | TopKTeacher | None) -> tuple[str, list[Tensor | None]]:
-    """Returns a teacher as an operator receives it: text, "" for none, and tensors."""
+def teacher_to_key(teacher: AnyTeacher | None) -> tuple[str, list[Tensor | None]]:
+    """Returns a teacher as an operator receives it: text, "" for none, and tensors. Texts of several end in "|"."""
     if teacher is None:
         return "", []
+    if isinstance(teacher, SeveralTeachers):
+        keys, tensors = zip(*map(teacher_to_key, teacher.teachers), strict=True)
+        return "".join(f"{key}|" for key in keys), [teacher.teacher_of, *(x for each in tensors for x in each)]
     if isinstance(teacher, TopKTeacher):
         return teacher.mode, [teacher.ids, teacher.logps]
     scale, softcap, top_k = as_constant((teacher.logit_scale, teacher.logit_softcap, teacher.top_k))
     return f"{scale!r};{softcap!r};{top_k!r};{teacher.mode}", [teacher.hidden, teacher.weight, teacher.bias]
 
 
-def teacher_from_key(key: str, tensors: Sequence[Any]) -> Teacher | TopKTeacher | None:
-    """Returns what `teacher_to_key` was given."""
+def teacher_from_key(key: str, tensors: Sequence[Any]) -> AnyTeacher | None:
+    """Returns what `teacher_to_key` received."""
+    if "|" in key:
+        keys, each = key.split("|")[:-1], (len(tensors) - 1) // key.count("|")
+        teachers = [teacher_from_key(one, tensors[1 + i * each :][:each]) for i, one in enumerate(keys)]
+        return SeveralTeachers(tuple(teachers), tensors[0])  # type: ignore[arg-type]
     *numbers, mode = key.split(";")
     arguments: list[Any] = [*tensors, *map(ast.literal_eval, numbers), mode]
     if not key:
@@ -285,5 +346,5 @@ def teacher_from_key(key: str, tensors: Sequence[Any]) -> Teacher | TopKTeacher 
 
 def knows_mass(key: str) -> bool:
     """Returns whether a call with this teacher knows the teacher's probability of K ids."""
-    *numbers, mode = key.split(";")
+    *numbers, mode = key.partition("|")[0].split(";")
     return bool(key) and (not numbers or (numbers[-1] != "None" and mode != "renormalize"))
