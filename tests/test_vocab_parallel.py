@@ -58,14 +58,20 @@ def rows_of(rank: int, ranks: int) -> slice:
     return slice(first, first + SLICES[ranks][rank])
 
 
+def sliced_teacher(teacher: gk.Teacher, rows: slice) -> gk.Teacher:
+    return dataclasses.replace(teacher, weight=teacher.weight[rows].clone(), bias=teacher.bias[rows].clone())
+
+
 def sliced(batch: Batch, rank: int, group) -> Batch:
     """The batch with the weight and bias of this rank."""
     rows = rows_of(rank, group.size())
     bias = None if batch.bias is None else batch.bias[rows].clone()
     options = batch.options | {"vocab_parallel_group": group}
-    if isinstance(teacher := options.get("teacher"), gk.Teacher):
-        own = {name: getattr(teacher, name)[rows].clone() for name in ("weight", "bias")}
-        options["teacher"] = dataclasses.replace(teacher, **own)
+    teacher = options.get("teacher")
+    if isinstance(teacher, gk.Teacher):
+        options["teacher"] = sliced_teacher(teacher, rows)
+    elif isinstance(teacher, list):
+        options["teacher"] = [sliced_teacher(x, rows) for x in teacher]
     return Batch(batch.hidden.clone(), batch.weight[rows].clone(), batch.ids, batch.advantages, bias, options)
 
 
@@ -180,6 +186,14 @@ def teachers(rank: int, group) -> None:
         for name, error in errors(found, one, loss_scale=1.0).items():
             assert error <= 2e-5, (divergence, kind, name, error)
         distillation_alone(batch, config, BACKENDS[i % 2], rank, group)
+    for kind in ("whole", *OWN):
+        of = torch.tensor([1, -1, 0, 1, 0, 1])
+        several = [dataclasses.replace(x, hidden=x.hidden[of == i]) for i, x in enumerate([teacher_of(kind, 40)] * 2)]
+        config = config_of("jsd")
+        batch = batches(config).with_options(teacher=several, teacher_of=of)
+        found = whole(fused(sliced(batch, rank, group), config, "cpu"), group, rank)
+        assert_same_on_all_ranks(found, group)
+        assert max(errors(found, fused(batch, config, "cpu"), loss_scale=1.0).values()) <= 2e-5, kind
     narrow = batches(config_of("jsd")).with_options(teacher=teacher_of("whole")).head_as(torch.bfloat16)
     exact = reference(narrow, config_of("jsd"))
     one = errors(fused(narrow, config_of("jsd"), "cpu"), exact)
