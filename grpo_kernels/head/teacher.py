@@ -4,6 +4,8 @@ Where a chunk has a teacher's logits, the row kernel computes the divergence and
 objective. This costs the teacher's forward product, 2 NH'V, and every scored token has a gradient. On a slice of the
 vocabulary the divergence is computed again, once the log-sum-exps of both sides over all of it are known.
 
+Of several teachers each has tokens of its own: a chunk holds the tokens of one teacher, or those of none.
+
 With K ids (k_ids.py) the divergence is over these. With mode "tail" the row's statistics are taken a second time,
 without the K ids: the mass of the policy's other ids is then a sum of its own, not a difference, and the row kernel
 computes their probabilities relative to it, so that a small mass is not rounded to 0.
