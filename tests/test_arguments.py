@@ -56,6 +56,10 @@ def calls() -> dict[Case, tuple[Callable[..., Any], Given, Tensor]]:
         for name, row in OPTIONS.items():
             if row.takes_tensor and "config" in given and (name, function) != ("temperature", "grpo_loss_from_logps"):
                 found[function, name] = partial(with_option, function, name), given, good(name)
+    for function in ("fused_distillation_loss", "fused_divergence"):
+        given = good_calls()[function] | {"teacher": [gk.Teacher(**OBJECTS["Teacher"])]}
+        given["teacher_of"] = torch.zeros(4, 6, dtype=torch.int64)
+        found[function, "teacher_of"] = partial(with_argument, function, "teacher_of"), given, given["teacher_of"]
     for kind, given in OBJECTS.items():
         for name, x in given.items():
             found[kind, f"{kind}.{name}"] = partial(with_argument, kind, name), given, x
