@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import compile_gate
 import cuda_gate
@@ -52,15 +53,24 @@ def test_a_gpu_takes_the_row_that_is_compiled_for_it(name, monkeypatch):
         assert architecture(torch.device("cuda")) == target.launch, number
 
 
-def test_another_number_of_rows_compiles_nothing_anew():
-    """One key per kernel for 1, 16, 17 and 4,096 rows, wherever a chunk begins: no graph can compile."""
+def printed_by(script: str, *arguments: str) -> Any:
+    """Returns the JSON that a script of tests/ prints where Triton is no interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests/compile_gate.py"), "--keys"]
-    keys = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    command = [sys.executable, str(ROOT / "tests" / script), *arguments]
+    return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def test_another_number_of_rows_compiles_nothing_anew():
+    """One key per kernel for 1, 16, 17 and 4,096 rows, wherever a chunk begins: no graph can compile."""
+    keys = printed_by("compile_gate.py", "--keys")
     assert set(keys) == set(CASES)
     assert {f"{kernel} in {case}": n for case, found in keys.items() for kernel, n in found.items() if n != 1} == {}
     assert {kernel for found in keys.values() for kernel in found} >= {
         "rows.gradient_kernel",
         "exponentials.rows_kernel",
     }
+
+
+def test_a_graph_or_an_odd_batch_compiles_nothing_after_a_warm_up():
+    assert not {call: kernels for call, kernels in printed_by("call_keys.py").items() if kernels}

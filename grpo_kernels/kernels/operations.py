@@ -109,7 +109,9 @@ class Statistics(NamedTuple):
 
     @classmethod
     def zeros(cls, count: int, device: torch.device, dtype: torch.dtype) -> Statistics:
-        logp, entropy = torch.zeros((2, count), dtype=dtype, device=device).unbind()
+        """Returns statistics of 0, each on 16 bytes whatever the count is: Triton compiles a kernel anew for a tensor
+        that is not."""
+        logp, entropy = torch.zeros((2, count + -count % 4), dtype=dtype, device=device)[:, :count].unbind()
         return cls(logp, torch.zeros(count, dtype=torch.float64, device=device), entropy)
 
 

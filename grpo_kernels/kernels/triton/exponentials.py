@@ -27,11 +27,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operations import HeadChunk, LogitChunk, Statistics, contiguous_rows
+from ..operations import HeadChunk, LogitChunk, Rows, Statistics, contiguous_rows
 from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 from .matmul import Head, head_of
 from .rows import (
     GROUP,
+    PER_TOKEN,
     Row,
     add_block,
     load_logits,
@@ -115,11 +116,11 @@ def store_columns(
     return sums
 
 
-@triton.jit(do_not_specialize=["ids", "token_index", "temperature", "count"])
-def rows_kernel(logits, ids, token_index, temperature, count, out, p, OPTIONS: tl.constexpr):
+@triton.jit(do_not_specialize=[*PER_TOKEN, "count"])
+def rows_kernel(logits, ids, token_index, first_token, temperature, count, out, p, OPTIONS: tl.constexpr):
     BLOCK: tl.constexpr = OPTIONS.block
     ROWS: tl.constexpr = OPTIONS.rows
-    at = rows_of_program(logits, ids, token_index, temperature, count, ROWS)
+    at = rows_of_program(logits, ids, token_index, first_token, temperature, count, ROWS)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     scales = logit_scales(p, row.temperature, OPTIONS.capped)
     to_exponent = (scales[0] * INV_LN2).to(tl.float32)
@@ -145,7 +146,7 @@ def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
     written = ExpOutput.of(out, chunk.stats)
     rows_kernel[grid](*read_by(chunk), len(out), written, scalars(chunk.transform), **options)
     hidden = contiguous_rows(head.hidden)
-    repair(hidden, head.weight, head_of(hidden, head), chunk.ids, token_index(chunk.rows), chunk.temperature, written)
+    repair(hidden, head.weight, head_of(hidden, head), chunk.ids, chunk.rows, chunk.temperature, written)
     return written.row_scale
 
 
@@ -171,10 +172,10 @@ def row_logits(h, weight, head, columns, CAPPED: tl.constexpr, BLOCK: tl.constex
     return tl.where(inside, y, -float("inf")), slope
 
 
-@triton.jit(do_not_specialize=["ids", "token_index", "temperature"])
+@triton.jit(do_not_specialize=PER_TOKEN)
 def repair_kernel(
-    hidden, weight, head, ids, token_index, temperature, out, CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    hidden, weight, head, ids, token_index, first_token, temperature, out, CAPPED: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes one row again if its sum overflowed: relative to the maximum, as in rows.py, from logits computed
     twice."""
@@ -182,7 +183,7 @@ def repair_kernel(
         return
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     h = hidden + rows * head.hidden_row_stride
-    token = tokens_of(rows, token_index, rows >= 0)
+    token = tokens_of(rows, token_index, first_token, rows >= 0)
     id_ = tl.load(ids + token)
     to_z, dz_du = logit_scales(head, tl.load(temperature + token), CAPPED)
     to_exponent = (to_z * INV_LN2).to(tl.float32)
@@ -218,11 +219,10 @@ def repair_kernel(
 
 
 def repair(
-    hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, token_index: int | Tensor, temperature: Tensor,
-    out: ExpOutput,
+    hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, rows: Rows, temperature: Tensor, out: ExpOutput
 ) -> None:  # fmt: skip
-    """Writes rows that overflowed again. `token_index` says where a row's ids and temperature are, as for tokens_of."""
+    """Writes rows that overflowed again. `rows` says where their ids and temperature are."""
     repair_kernel[(len(hidden),)](
-        hidden, weight, head, ids, token_index, temperature, out, CAPPED=head.softcap != 0.0, COLUMNS=REPAIR_COLUMNS,
-        BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS,
+        hidden, weight, head, ids, *token_index(rows, ids), temperature, out, CAPPED=head.softcap != 0.0,
+        COLUMNS=REPAIR_COLUMNS, BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS,
     )  # fmt: skip

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operations import HeadChunk, Statistics
+from ..operations import HeadChunk, Rows, Statistics
 from .exponentials import ExpOutput, add_exponentials, repair, store_statistics
 from .maths import INV_LN2, LN2, softcap
 from .matmul import (
@@ -255,5 +255,5 @@ def fused_exponentials(chunk: HeadChunk, out: Tensor) -> tuple[Statistics, Tenso
     finish_kernel[(triton.cdiv(count, COMBINED_ROWS.value),)](
         head, chunk.ids, chunk.temperature, partial, written, count, parts, CAPPED=capped
     )  # fmt: skip
-    repair(hidden, chunk.weight, head, chunk.ids, 0, chunk.temperature, written)
+    repair(hidden, chunk.weight, head, chunk.ids, Rows(0, count), chunk.temperature, written)
     return written.stats, written.row_scale

@@ -170,14 +170,14 @@ def evaluate(at, live, logp, advantage, direct, via_ratio, old, ref, scale, p, V
 _PER_TOKEN = ["logp", "dlogp", "advantage", "direct", "via_ratio", "old", "ref", "scale"]
 
 
-@triton.jit(do_not_specialize=["token_index", "count", *_PER_TOKEN])
+@triton.jit(do_not_specialize=["token_index", "first_token", "count", *_PER_TOKEN])
 def token_kernel(
-    token_index, count, logp, dlogp, advantage, direct, via_ratio, old, ref, scale, p, VARIANT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    token_index, first_token, count, logp, dlogp, advantage, direct, via_ratio, old, ref, scale, p,
+    VARIANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = rows < count
-    at = tokens_of(rows, token_index, live)
+    at = tokens_of(rows, token_index, first_token, live)
     known = tl.load(logp + at, mask=live, other=0.0)
     token = evaluate(at, live, known, advantage, direct, via_ratio, old, ref, scale, p, VARIANT)
     tl.store(dlogp + at, token.dlogp, mask=live)
@@ -329,7 +329,7 @@ def objective(
         block = launch.sequences * launch.block
         if rows.count:
             token_kernel[(triton.cdiv(rows.count, block),)](
-                token_index(rows), rows.count, *loss_inputs, BLOCK=block, num_warps=launch.num_warps
+                *token_index(rows, inputs.offsets), rows.count, *loss_inputs, BLOCK=block, num_warps=launch.num_warps
             )  # fmt: skip
         return None
     numbers, exact, counter = memory_of_sums(inputs)

@@ -8,8 +8,8 @@ The gradient takes in that of the divergence to a teacher (teacher.py) whose row
     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
     dz_j = dlogp (1[j = id] - p_j) - dentropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
 
-A program owns `ROWS` rows (one on a GPU), of the tokens `index` or from `start` on, and walks them in blocks. What
-belongs to a token is read and written at its place in the batch.
+A program owns `ROWS` rows (one on a GPU), of the tokens `token_index` or from `first_token` on, and walks them in
+blocks. What belongs to a token is read and written at its place in the batch.
 
 An exponential is 2^t with t = (y - max) * to_z log2(e): its error grows with the distance from the maximum, where the
 term no longer counts. Sums of a block are float32 trees, sums over blocks float64.
@@ -45,6 +45,7 @@ from .divergence import LogProbParams, TeacherPair, divergence_gradient
 from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 
 GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of whether 16 divides an integer
+PER_TOKEN = "ids", "token_index", "first_token", "temperature"  # arguments that no kernel of rows is specialised for
 
 
 @triton.jit
@@ -129,14 +130,11 @@ class Gradient(NamedTuple):
 
 
 @triton.jit
-def rows_of_program(logits, ids, token_index, temperature, count, ROWS: tl.constexpr):
-    """Returns the first fields of Row: a function of Triton 3.4 returns no None, which the bias may be.
-
-    token_index: the token of row 0 where tokens follow it, or a pointer to the positions of all rows in the batch.
-    """
+def rows_of_program(logits, ids, token_index, first_token, temperature, count, ROWS: tl.constexpr):
+    """Returns the first fields of Row: a function of Triton 3.4 returns no None, which the bias may be."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
-    token = tokens_of(rows, token_index, live)
+    token = tokens_of(rows, token_index, first_token, live)
     id_ = tl.load(ids + token, mask=live, other=-1)
     T = tl.load(temperature + token, mask=live, other=1.0)
     known = live & (id_ >= 0) & (id_ < logits.vocab)
@@ -144,12 +142,14 @@ def rows_of_program(logits, ids, token_index, temperature, count, ROWS: tl.const
 
 
 @triton.jit
-def tokens_of(rows, token_index, live):
-    if token_index.dtype.is_ptr():
-        token = tl.load(token_index + rows, mask=live, other=0)
-    else:
-        token = rows + token_index
-    return token
+def tokens_of(rows, token_index, first_token, live):
+    """Returns the positions of rows in the batch: from first_token on, or where that is -1, those of `token_index`.
+
+    Which of the two is known at run time only: a captured call leaves no row out, where its warm-up did, and compiles
+    nothing.
+    """
+    listed = tl.load(token_index + rows, mask=live & (first_token < 0), other=0)
+    return tl.where(first_token < 0, listed, rows + first_token)
 
 
 @triton.jit
@@ -257,9 +257,11 @@ def add_sampled(others, y_id, known, to_z):
     return top, log_sum, log_sum - tl.where(leads, of_leader, moment) / total, logp
 
 
-@triton.jit(do_not_specialize=["ids", "token_index", "temperature", "count"])
-def statistics_kernel(logits, ids, token_index, temperature, stats, count, p, OPTIONS: tl.constexpr):
-    at = rows_of_program(logits, ids, token_index, temperature, count, OPTIONS.rows)
+@triton.jit(do_not_specialize=[*PER_TOKEN, "count"])
+def statistics_kernel(
+    logits, ids, token_index, first_token, temperature, stats, count, p, OPTIONS: tl.constexpr
+):  # fmt: skip
+    at = rows_of_program(logits, ids, token_index, first_token, temperature, count, OPTIONS.rows)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     to_z, _ = logit_scales(p, row.temperature, OPTIONS.capped)
     others = row_sums(row, tl.where(row.known, row.ids, -1), to_z, p, OPTIONS.capped, OPTIONS)
@@ -348,21 +350,21 @@ def store_columns(row, du, first, end, terms, pair, p, OPTIONS: tl.constexpr, CO
     tl.store(du[:, None] + columns[None, :], value.to(du.dtype.element_ty), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["ids", "token_index", "temperature", "dlogp", "dentropy", "count", "weight"])
+@triton.jit(do_not_specialize=[*PER_TOKEN, "dlogp", "dentropy", "count", "weight"])
 def gradient_kernel(
-    logits, ids, token_index, temperature, stats, dlogp, dentropy, count, gradient, p, teacher, teacher_stats, weight,
-    q, OPTIONS: tl.constexpr,
+    logits, ids, token_index, first_token, temperature, stats, dlogp, dentropy, count, gradient, p, teacher,
+    teacher_stats, weight, q, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradient of rows; with a `teacher` that of the divergence too, from the `teacher_stats` of its
     kernel."""
     BLOCK: tl.constexpr = OPTIONS.block
-    at = rows_of_program(logits, ids, token_index, temperature, count, OPTIONS.rows)
+    at = rows_of_program(logits, ids, token_index, first_token, temperature, count, OPTIONS.rows)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     scales = logit_scales(p, row.temperature, OPTIONS.capped)
     terms, log_sum, _, _ = load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS)
     pair = None
     if OPTIONS.divergence is not None:  # Triton 3.4 cannot compare a tuple that holds None
-        at = rows_of_program(teacher, ids, token_index, temperature, count, OPTIONS.rows)
+        at = rows_of_program(teacher, ids, token_index, first_token, temperature, count, OPTIONS.rows)
         other = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], teacher.bias, teacher.vocab)
         to_z, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
         other_top, other_log_sum = split_lse(tl.load(teacher_stats.lse + row.token, mask=row.live, other=0.0), to_z)
@@ -408,18 +410,21 @@ def scalars(transform: LogitTransform) -> LogitTransform:
     return LogitTransform(*map(float, transform))
 
 
-def read_by(chunk: LogitChunk) -> tuple[Logits, Tensor, int | Tensor, Tensor]:
-    """Returns what kernels of rows take first: logits, ids, token_index, temperature."""
-    return logits_of(chunk.logits, chunk.bias), chunk.ids, token_index(chunk.rows), chunk.temperature
+def read_by(chunk: LogitChunk) -> tuple[Logits, Tensor, Tensor, int, Tensor]:
+    """Returns what kernels of rows take first: logits, ids, token_index, first_token, temperature."""
+    return logits_of(chunk.logits, chunk.bias), chunk.ids, *token_index(chunk.rows, chunk.ids), chunk.temperature
 
 
 def logits_of(logits: Tensor, bias: Tensor | None) -> Logits:
     return Logits(logits, bias, logits.shape[1], logits.stride(0))
 
 
-def token_index(rows: Rows) -> int | Tensor:
-    """Returns what tokens_of takes for a chunk: its first token, or the positions of all."""
-    return rows.start if rows.index is None else rows.index
+def token_index(rows: Rows, unread: Tensor) -> tuple[Tensor, int]:
+    """Returns what tokens_of takes for a chunk: (token_index, first_token).
+
+    unread: any int64 tensor, to have a pointer where there is no index.
+    """
+    return (unread, rows.start) if rows.index is None else (rows.index, -1)
 
 
 def row_options(chunk: LogitChunk, out: Tensor | None = None) -> tuple[tuple[int], dict[str, Any]]:

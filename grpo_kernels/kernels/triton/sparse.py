@@ -20,7 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..operations import SPARSE_ONE, LogitChunk, SparseRows, SparseRule
-from .rows import GROUP, Row, gradient_of, load_terms, logit_scales, read_by, row_options, rows_of_program, scalars
+from .rows import (
+    GROUP,
+    PER_TOKEN,
+    Row,
+    gradient_of,
+    load_terms,
+    logit_scales,
+    read_by,
+    row_options,
+    rows_of_program,
+    scalars,
+)
 
 ONE: tl.constexpr = tl.constexpr(float(SPARSE_ONE))
 BITS: tl.constexpr = tl.constexpr(SPARSE_ONE.bit_length() - 1)
@@ -112,13 +123,13 @@ def store_block(row, first, end, terms, sink, progress, p, OPTIONS: tl.constexpr
     return progress
 
 
-@triton.jit(do_not_specialize=["ids", "token_index", "temperature", "dlogp", "dentropy", "count", "first_id"])
+@triton.jit(do_not_specialize=[*PER_TOKEN, "dlogp", "dentropy", "count", "first_id"])
 def sparse_kernel(
-    logits, ids, token_index, temperature, stats, dlogp, dentropy, count, pair_ids, numbers, counts, capacity, theta,
-    first_id, p, OPTIONS: tl.constexpr, PART: tl.constexpr,
+    logits, ids, token_index, first_token, temperature, stats, dlogp, dentropy, count, pair_ids, numbers, counts,
+    capacity, theta, first_id, p, OPTIONS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = OPTIONS.rows  # Triton 3.4 takes no attribute in a shape
-    at = rows_of_program(logits, ids, token_index, temperature, count, ROWS)
+    at = rows_of_program(logits, ids, token_index, first_token, temperature, count, ROWS)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
     scales = logit_scales(p, row.temperature, OPTIONS.capped)
     terms, _, by_logp, by_entropy = load_terms(row, stats, dlogp, dentropy, scales, p, OPTIONS)

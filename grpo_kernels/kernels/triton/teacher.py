@@ -17,6 +17,7 @@ from .divergence import LogProbParams, log_of_ratio, probabilities
 from .maths import softcap
 from .rows import (
     GROUP,
+    PER_TOKEN,
     Row,
     load_logits,
     logit_scales,
@@ -56,16 +57,17 @@ def add_columns(row, other, first, end, sums, sides, p, q, OPTIONS: tl.constexpr
     return total + tl.sum(term, 1).to(tl.float64), of_policy
 
 
-@triton.jit(do_not_specialize=["ids", "token_index", "temperature", "count"])
+@triton.jit(do_not_specialize=[*PER_TOKEN, "count"])
 def divergence_kernel(
-    logits, ids, token_index, temperature, stats, teacher, teacher_stats, count, p, q, OPTIONS: tl.constexpr
+    logits, ids, token_index, first_token, temperature, stats, teacher, teacher_stats, count, p, q,
+    OPTIONS: tl.constexpr,
 ):  # fmt: skip
     # The compiler trades registers for occupancy: with these blocks it spills at most one register.
     BLOCK: tl.constexpr = OPTIONS.block if OPTIONS.divergence == "jsd" else OPTIONS.block // 2
     ROWS: tl.constexpr = OPTIONS.rows
-    at = rows_of_program(logits, ids, token_index, temperature, count, ROWS)
+    at = rows_of_program(logits, ids, token_index, first_token, temperature, count, ROWS)
     row = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], logits.bias, logits.vocab)
-    at = rows_of_program(teacher, ids, token_index, temperature, count, ROWS)
+    at = rows_of_program(teacher, ids, token_index, first_token, temperature, count, ROWS)
     other = Row(at[0], at[1], at[2], at[3], at[4], at[5], at[6], teacher.bias, teacher.vocab)
     to_z1, _ = logit_scales(p, row.temperature, OPTIONS.capped)
     to_z2, _ = logit_scales(q, row.temperature, OPTIONS.teacher_capped)
