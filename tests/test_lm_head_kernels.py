@@ -318,8 +318,34 @@ def test_a_row_has_the_same_bits_in_any_batch(kernels, multiprocessors):
 @only_cuda
 def test_every_tile_has_its_item(kernels):
     for row_blocks, tiles, group in ((1, 1, 1), (5, 7, 2), (64, 501, 8), (7, 3, 7), (3, 20, 1), (16, 9, 5)):
-        for per_part in {1, 2, 3, tiles}:
-            assert kernels.items_cover(row_blocks, tiles, per_part, group)
+        for parts in {1, min(2, tiles), min(3, tiles), tiles}:
+            assert kernels.items_cover(row_blocks, tiles, parts, group)
+
+
+@only_cuda
+@pytest.mark.parametrize(
+    ("width", "vocab", "default"),
+    [(4096, 128_256, 2048), (3584, 152_064, 2304), (1536, 151_936, 2816), (2304, 256_000, 2048)],
+)
+def test_clusters_end_together(kernels, width, vocab, default):
+    """On an H100: the longest one's time, of a machine that is always full, with a twentieth of a tile per item."""
+    kernels.use((90, 132))
+
+    def excess(rows: int, any_batch: bool = False) -> float:
+        return kernels.longest_cluster(rows, vocab, width, any_batch) * 132 / (rows / 128 * math.ceil(vocab / 256))
+
+    assert excess(default) <= 1.01
+    assert max(excess(128 * n) for n in (8, *range(16, 33, 2))) <= 1.025
+    assert max(excess(rows, any_batch=True) for rows in (2048, 4096, 16_384)) <= 1.02
+
+
+@only_cuda
+def test_a_row_alone_has_parts_of_single_tiles_for_exponentials_only(kernels):
+    head = make_head(1, 8, 1024)
+    for function, parts in ((statistics, 2), (exponentials, 4)):
+        kernels.use((90, 132))
+        function(kernels, head)
+        assert kernels.largest_grid() == parts
 
 
 def test_fused_products(kernels):

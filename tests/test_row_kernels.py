@@ -271,10 +271,10 @@ def test_scale(kernels, dtype, monkeypatch):
         kernels.use(device, order)
         for count, shift in ((1, 0), (7, 3), (8, 8), (101, 1), (4096, 5), (8193, 7), (60001, 2)):
             c.check_scale(kernels, dtype, count, shift)
-    assert kernels.last_grid() == 4
+    assert kernels.largest_grid() == 4
     kernels.use()
     kernels.scale(torch.empty(2**16), torch.tensor(1.0))
-    assert kernels.last_grid() == 16  # as many as there are tiles
+    assert kernels.largest_grid() == 16  # as many as there are tiles
 
 
 # --- kept ids -------------------------------------------------------------------------------------------------------

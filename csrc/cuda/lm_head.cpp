@@ -14,7 +14,9 @@ using namespace head;
 namespace {
 
 constexpr int64_t kGroupBytes = 16 << 20;  // of hidden states in the L2 cache: a third to a quarter of it
-constexpr int64_t kFewestTiles = 2;        // of a part: what an item costs beyond its tiles is a twentieth of one
+constexpr int64_t kFewestTiles = 2;        // of a part
+constexpr int64_t kTileCost = 20;          // where what an item costs beyond its tiles is 1
+constexpr int64_t kItemCounts = 16;        // numbers of items per cluster that are compared
 constexpr int64_t kManyRowTiles = 16;      // from here on an unused one does not matter
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -23,27 +25,31 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 uint32_t cluster_size(int64_t row_tiles) { return row_tiles % 2 == 0 || row_tiles >= kManyRowTiles ? 2 : 1; }
 
 // By the vocabulary and the device alone: whatever batch a row stands in, the same tiles are summed together, in the
-// same order, and its statistics have the same bits. One row block fills all multiprocessors; more of them, whole waves
-// but one.
-int64_t tiles_per_part(int64_t tiles) {
-    return std::max<int64_t>(kFewestTiles, divide_up(tiles, current_device().multiprocessors));
+// same order, and its statistics have the same bits. As many parts as multiprocessors are whole waves of any row
+// blocks.
+int64_t parts_of_any_batch(int64_t tiles) {
+    return std::min<int64_t>(divide_up(tiles, kFewestTiles), current_device().multiprocessors);
 }
 
-Schedule make_schedule(int64_t rows, int64_t vocab, int64_t width) {
-    const int64_t row_tiles = divide_up(rows, kTileRows), tiles = divide_up(vocab, kTileColumns);
-    const int64_t cluster = cluster_size(row_tiles), row_blocks = divide_up(row_tiles, cluster);
-    const int64_t per_part = tiles_per_part(tiles);
-    const int64_t group = std::clamp<int64_t>(kGroupBytes / (cluster * kTileRows * width * 2), 1, row_blocks);
-    const auto word = [](int64_t x) { return static_cast<uint32_t>(x); };
-    return {word(cluster), word(row_blocks), word(tiles), word(per_part), word(divide_up(tiles, per_part)),
-            word(group)};
+// Of exponentials, whose sums no other batch shares: so many that all clusters have equally many items, and the longest
+// has the fewest tiles. The first cluster is the longest: the parts with one tile more come first.
+int64_t parts_that_end_together(int64_t row_blocks, int64_t tiles, int64_t clusters) {
+    const int64_t fewest = divide_up(row_blocks, clusters);
+    int64_t best = 1, least = INT64_MAX;
+    for (int64_t items = fewest; items < fewest + kItemCounts; items++) {
+        const int64_t parts = std::min(tiles, items * clusters / row_blocks);
+        const int64_t longer = divide_up(row_blocks * (tiles % parts), clusters);
+        const int64_t time = items * (tiles / parts * kTileCost + 1) + longer * kTileCost;
+        if (time < least) best = parts, least = time;
+    }
+    return best;
 }
 
 // ---- workspace: partial results, then the sampled ids' logits and slopes --------------------------------------------
 KernelArgs make_kernel_args(const RowArgs& args, const Product& product, float* unit, void* workspace) {
     KernelArgs k = {};
     k.call = {args, product, unit, 0};
-    k.schedule = make_schedule(args.rows, args.vocab, product.width);
+    k.schedule = make_schedule(args.rows, args.vocab, product.width, unit == nullptr);
     k.partials = static_cast<Partial*>(workspace);
     k.y_ids = reinterpret_cast<float*>(k.partials + args.rows * k.schedule.parts);
     k.slope_ids = k.y_ids + args.rows;
@@ -73,10 +79,21 @@ void launch_rows(const char* kernel, const KernelArgs& k, Stream stream) {
 
 }  // namespace
 
+Schedule head::make_schedule(int64_t rows, int64_t vocab, int64_t width, bool any_batch) {
+    const int64_t row_tiles = divide_up(std::max<int64_t>(rows, 1), kTileRows), tiles = divide_up(vocab, kTileColumns);
+    const int64_t cluster = cluster_size(row_tiles), row_blocks = divide_up(row_tiles, cluster);
+    const int64_t clusters = std::max<int64_t>(1, current_device().multiprocessors / cluster);
+    const int64_t parts = any_batch ? parts_of_any_batch(tiles) : parts_that_end_together(row_blocks, tiles, clusters);
+    const int64_t group = std::clamp<int64_t>(kGroupBytes / (cluster * kTileRows * width * 2), 1, row_blocks);
+    const auto word = [](int64_t x) { return static_cast<uint32_t>(x); };
+    return {word(cluster), word(row_blocks), word(tiles), word(parts), word(group)};
+}
+
 bool has_products() { return current_device().capability == 90 && std::strcmp(image_for(90), "sm_90a") == 0; }
 
 size_t fused_workspace(int64_t rows, int64_t vocab, const Product& product) {
-    return rows * (make_schedule(rows, vocab, product.width).parts * sizeof(Partial) + 2 * sizeof(float));
+    const auto parts = [&](bool any_batch) { return make_schedule(rows, vocab, product.width, any_batch).parts; };
+    return rows * (std::max(parts(true), parts(false)) * sizeof(Partial) + 2 * sizeof(float));
 }
 
 void fused_logp(const RowArgs& args, const Product& product, void* workspace, Stream stream) {

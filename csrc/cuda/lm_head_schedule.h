@@ -19,8 +19,7 @@ struct Schedule {
     uint32_t cluster;     // blocks that share each tile of the weight, with kTileRows rows each
     uint32_t row_blocks;  // of cluster * kTileRows rows
     uint32_t tiles;       // of kTileColumns columns
-    uint32_t per_part;    // tiles of a part, the last one may have fewer
-    uint32_t parts;
+    uint32_t parts;       // the first ones may have one tile more than the others
     uint32_t group;
 };
 
@@ -34,9 +33,13 @@ GK_HD Item place(const Schedule& s, uint32_t item) {
     const uint32_t first = item / (s.group * s.parts) * s.group;
     const uint32_t left = s.row_blocks - first, blocks = left < s.group ? left : s.group;
     const uint32_t inside = item - first * s.parts, part = inside / blocks;
-    const uint32_t first_tile = part * s.per_part, end = first_tile + s.per_part;
-    return {first + inside % blocks, part, first_tile, end < s.tiles ? end : s.tiles};
+    const uint32_t tiles = s.tiles / s.parts, longer = s.tiles % s.parts;  // of a part; parts with one tile more
+    const uint32_t first_tile = part * tiles + (part < longer ? part : longer);
+    return {first + inside % blocks, part, first_tile, first_tile + tiles + (part < longer)};
 }
+
+// On the current device. any_batch: the parts do not depend on the rows.
+Schedule make_schedule(int64_t rows, int64_t vocab, int64_t width, bool any_batch);
 
 // Of a row and a part of the vocabulary: maximum, sum and moment; or sum and moment relative to the sampled id.
 struct Partial {

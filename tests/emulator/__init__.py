@@ -30,13 +30,17 @@ class Emulated(Backend):
         numbers = (*device, *H200[len(device) :])
         self.controls.gk_emulator_use((ctypes.c_int * 3)(*numbers), order)
 
-    def last_grid(self) -> int:
-        """Returns the blocks of the last launch."""
-        return self.controls.gk_emulator_last_grid()
+    def largest_grid(self) -> int:
+        """Returns the blocks of the largest launch since `use`."""
+        return self.controls.gk_emulator_largest_grid()
 
-    def items_cover(self, row_blocks: int, tiles: int, per_part: int, group: int) -> bool:
+    def longest_cluster(self, rows: int, vocab: int, width: int, any_batch: bool = False) -> float:
+        """Returns the longest time of a cluster of a product, in tiles of 128 x 256 and a twentieth for each item."""
+        return self.controls.gk_longest_cluster(*map(ctypes.c_int64, (rows, vocab, width)), any_batch)
+
+    def items_cover(self, row_blocks: int, tiles: int, parts: int, group: int) -> bool:
         """Returns whether a schedule of the products has every tile of every row block just once."""
-        return self.controls.gk_items_cover(row_blocks, tiles, per_part, group)
+        return self.controls.gk_items_cover(row_blocks, tiles, parts, group)
 
 
 def load(path: Path) -> Emulated:
@@ -46,6 +50,7 @@ def load(path: Path) -> Emulated:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     controls = ctypes.CDLL(str(path))
-    controls.gk_emulator_last_grid.restype = ctypes.c_uint
+    controls.gk_emulator_largest_grid.restype = ctypes.c_uint
     controls.gk_items_cover.restype = ctypes.c_bool
+    controls.gk_longest_cluster.restype = ctypes.c_double
     return Emulated(**vars(CudaKernels(module, "cpu").over(TORCH)), controls=controls)

@@ -32,7 +32,7 @@ constexpr const char* kStateNames[] = {
 struct Settings {
     unsigned order = 0;
     cuda::Device device = {90, 132, 232448};  // an H200's
-    unsigned last_grid = 0;
+    unsigned largest_grid = 0;
 };
 Settings& settings() {
     static Settings settings;
@@ -355,7 +355,7 @@ void launch(const char* kernel, const LaunchConfig& config, const void* argument
     if (config.cluster == 0 || config.cluster > 8 || config.grid % config.cluster != 0) fail("an impossible cluster");
     if (config.cluster > 1 && device.capability < 90) fail("no clusters on this device");
     if (config.shared > static_cast<unsigned>(device.shared_per_block)) fail("too much shared memory");
-    settings().last_grid = config.grid;
+    settings().largest_grid = std::max(settings().largest_grid, config.grid);
     machine().launch(kernel, found->second, config, argument);
 }
 
@@ -375,20 +375,33 @@ using gk::emulator::settings;
 GK_EXPORT void gk_emulator_use(const int* device, unsigned order) {
     settings().device = {device[0], device[1], device[2]};
     settings().order = order;
+    settings().largest_grid = 0;
 }
 
-GK_EXPORT unsigned gk_emulator_last_grid() { return settings().last_grid; }
+GK_EXPORT unsigned gk_emulator_largest_grid() { return settings().largest_grid; }
+
+// The longest time of a cluster, in tiles, where an item costs a twentieth of one beyond its own.
+GK_EXPORT double gk_longest_cluster(int64_t rows, int64_t vocab, int64_t width, bool any_batch) {
+    using namespace gk::cuda::head;
+    const Schedule schedule = make_schedule(rows, vocab, width, any_batch);
+    const uint32_t clusters = gk::cuda::current_device().multiprocessors / schedule.cluster;
+    std::vector<double> time(clusters);
+    for (uint32_t i = 0; i < item_count(schedule); i++) {
+        const Item item = place(schedule, i);
+        time[i % clusters] += item.last_tile - item.first_tile + 0.05;
+    }
+    return *std::max_element(time.begin(), time.end());
+}
 
 // Whether the items are every tile of every row block just once, in parts that start where the last one ends.
-GK_EXPORT bool gk_items_cover(uint32_t row_blocks, uint32_t tiles, uint32_t per_part, uint32_t group) {
+GK_EXPORT bool gk_items_cover(uint32_t row_blocks, uint32_t tiles, uint32_t parts, uint32_t group) {
     using namespace gk::cuda::head;
-    const uint32_t parts = (tiles + per_part - 1) / per_part;
-    const Schedule schedule = {1, row_blocks, tiles, per_part, parts, group};
+    const Schedule schedule = {1, row_blocks, tiles, parts, group};
     std::vector<int> seen(static_cast<size_t>(row_blocks) * tiles);
     for (uint32_t i = 0; i < item_count(schedule); i++) {
         const Item item = place(schedule, i);
-        if (item.row_block >= row_blocks || item.first_tile != item.part * per_part || item.last_tile > tiles)
-            return false;
+        const uint32_t length = item.last_tile - item.first_tile;
+        if (item.row_block >= row_blocks || item.last_tile > tiles || length - tiles / parts > 1) return false;
         for (uint32_t tile = item.first_tile; tile < item.last_tile; tile++) seen[item.row_block * tiles + tile]++;
     }
     for (const int count : seen)
