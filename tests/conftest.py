@@ -7,13 +7,17 @@ the tests that are marked so, and only these; both cannot be had in one process.
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest_plugins = ["outcomes"]
+# accelerate parses the metadata of a package each time it asks whether that is there: a sixth of a trainer's short run.
+importlib.metadata.metadata = lru_cache(importlib.metadata.metadata)
 
 
 def on_device(config: pytest.Config) -> bool:

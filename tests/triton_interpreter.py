@@ -136,6 +136,7 @@ def _remember_types() -> None:
     make_block, blocks = tl.block_type.__init__, {}
     broadcast = TritonSemantic.broadcast_impl_value
     make_tuple, field = tl.core.tuple.__init__, tl.core.tuple.__getattr__
+    equals = tl.core.dtype.__eq__
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def np_dtype(type_):
@@ -176,6 +177,7 @@ def _remember_types() -> None:
         return field(self, name)
 
     interpreter._get_np_dtype = np_dtype
+    tl.core.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
     tl.block_type.__init__, tl.core.tensor.__init__ = init_block, init_tensor
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
     tl.core.tuple.__init__, tl.core.tuple.__getattr__ = init_tuple, getattr_tuple
