@@ -239,6 +239,6 @@ def test_the_interpreter_notices_a_wrong_address():
     short = logits[:, :5]  # eight columns are promised below
     with pytest.raises(Exception, match="lie outside the launch"):
         rows.statistics_kernel[(1,)](
-            rows.Logits(short, None, 9, 8), ids, 0, torch.ones(3), Statistics.empty(3, ids.device), 3,
+            rows.Logits(short, None, 9, 8), ids, ids, 0, torch.ones(3), Statistics.empty(3, ids.device), 3,
             rows.scalars(LogitTransform()), OPTIONS=rows.RowOptions(False, True, 4, 16),
         )  # fmt: skip
