@@ -11,6 +11,8 @@ from test_chunks import meta_head
 
 import grpo_kernels as gk
 from grpo_kernels.head import products
+from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.kernels import get_backend
 
 META = torch.device("meta")
 HALF = (torch.bfloat16, torch.float16)
@@ -122,3 +124,11 @@ def test_float16_accumulation_is_off_inside_and_on_again_after(monkeypatch, swit
         seen.clear()
         loss().backward()
         assert len(seen) >= 2 and not any(seen) and switch.allow_fp16_accumulation
+
+
+def test_the_scale_of_float16_gradients_never_grows():
+    """A chunk of small gradients takes the scale that sums have: one of its own costs a pass over them."""
+    hidden, weight = (torch.zeros(n, 24, dtype=torch.float16) for n in (4, 67))
+    head = LMHead((hidden, weight, None), get_backend("torch"), wants=(True, True, False), logits_dtype=torch.float32)
+    scales = [head.scale_gradients(torch.tensor(largest)).item() for largest in (1.0, 1e-6, 64.0, 1.0)]
+    assert scales == [scales[0]] * 2 + [scales[0] / 64] * 2
