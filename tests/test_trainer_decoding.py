@@ -272,7 +272,7 @@ def test_without_memory_sampling_goes_on(part, words, captures, monkeypatch, cap
 
 @pytest.mark.parametrize("available", [1e9, 1e5])
 def test_cache_and_graphs_are_kept_where_they_are_a_small_part_of_the_memory(available, captures, monkeypatch):
-    monkeypatch.setattr(decoding, "_available", lambda device: available)
+    monkeypatch.setattr(decoding, "available", lambda device: available)
     model = tiny("llama")
     decoder = with_graphs(model)
     decoder.make_room()
@@ -341,7 +341,7 @@ def test_a_run_captures_once_and_samples_what_it_does_without_graphs(
     options = {"reward_funcs": "training:length", "beta": 0.1, "eval_dataset_name": data, "use_peft": True}
     assert run(model, data, tmp_path / "plain", **options) == 0 and not captures
     monkeypatch.setattr(decoding, "Decoder", lambda lm, cached=True: with_graphs(lm, rows=8, new_tokens=5))
-    monkeypatch.setattr(decoding, "_available", lambda device: 1e9)
+    monkeypatch.setattr(decoding, "available", lambda device: 1e9)
     assert run(model, data, tmp_path / "graphs", **options) == 0
     for one, other in zip(*(training.rollouts(tmp_path / name) for name in ("plain", "graphs")), strict=True):
         assert [c.ids for c in one] == [c.ids for c in other]

@@ -28,6 +28,7 @@ from grpo_kernels.trainer.arithmetic import start_model
 from grpo_kernels.trainer.batch import denominators, step_ends
 from grpo_kernels.trainer.log import TRL_NAMES
 from grpo_kernels.trainer.rollout import Completion
+from grpo_kernels.trainer.teachers import Teachers, _tensors
 
 # Those that test_trainer_parity.py does not compare with TRL's.
 COMPARED = {"dapo", "bnpo", "cispo", "dr_grpo", "grpo", "luspo", "sapo", "vespo"}
@@ -103,6 +104,87 @@ def test_rewards_beside_a_teacher(teacher, trained):
     trained("parts", max_steps=1, **options, **with_teacher)
     parts = trained("parts", max_steps=2, resume_from_checkpoint="auto", **options, **with_teacher)
     assert training.same_weights(parts.with_name("both"), parts)
+
+
+# --- several teachers -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def experts(model, teacher, tmp_path_factory):
+    """Two teachers by their last names, and rows that name them in turn."""
+    folder = tmp_path_factory.mktemp("experts")
+    paths = [shutil.copytree(source, folder / name) for name, source in (("sums", teacher), ("words", model))]
+    rows = [{"prompt": f"{a}+{b}=", "expert": paths[0].name if (a + b) % 2 else str(paths[1])}
+            for a in range(4) for b in range(3)]  # fmt: skip
+    (data := folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths, data
+
+
+def test_each_prompt_has_its_teacher(experts, trained):
+    """The divergence of a step is that of each prompt to the teacher that it names, as a run with this one has it."""
+    paths, data = experts
+    # A rollout of two prompts, in one pass or two, under weights that do not move.
+    options = {"dataset_name": data, "reward_funcs": None, "learning_rate": 1e-9}
+    output = trained("both", **options, max_steps=3, teacher_model_name_or_path=paths, teacher_column="expert")
+    halves = options | {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 6}
+    alone = [steps(trained(path.name, **halves, teacher_model_name_or_path=path)) for path in paths]
+    passes = set()
+    for number, (record, rows) in enumerate(zip(steps(output), rollouts(output), strict=True)):
+        found = [(sum(len(c.ids) for c in rows[i : i + 4]), rows[i].teacher) for i in (0, 4)]
+        passes.add(len({teacher for _, teacher in found}))
+        divergence = sum(
+            tokens * alone[teacher][2 * number + half]["divergence"] for half, (tokens, teacher) in enumerate(found)
+        )
+        assert record["divergence"] == pytest.approx(divergence / sum(x for x, _ in found), rel=1e-4, abs=1e-6)
+    assert passes == {1, 2}, "choose other rows"
+
+
+def test_teachers_that_take_turns_and_a_run_that_resumes(experts, trained, monkeypatch, capfd):
+    """To the bit: where memory has room for all, where one at a time has a copy, and inside of a rollout."""
+    paths, data = experts
+    options = {"dataset_name": data, "reward_funcs": "training:length", "num_iterations": 2, "save_steps": 1}
+    options |= {"teacher_model_name_or_path": paths, "teacher_column": "expert"}
+    whole = trained("whole", max_steps=3, **options)
+    trained("parts", max_steps=1, **options)
+    places, copied, take_turn = [], set(), Teachers._take_turn
+
+    def recorded(teachers, path):
+        for turn in (lambda *_: None, take_turn):
+            turn(teachers, path)
+            places.append([{x.data_ptr() for x in _tensors(lm)} for lm in teachers.models.values()])
+        pairs = zip(places[0], places[-1], strict=True)
+        copied.add(tuple("none" if x == y else "all" if x.isdisjoint(y) else "some" for x, y in pairs))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_kernels.trainer.teachers.available", lambda device: 0)
+        patched.setattr(Teachers, "_take_turn", recorded)
+        parts = trained("parts", max_steps=3, resume_from_checkpoint="auto", **options)
+    assert training.same_weights(whole, parts) and copied == {("all", "none"), ("none", "all")}
+    assert "2 of 2 teachers stay in host memory and take turns on cpu" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("names", "column", "words"), [
+    (["sums", "words"], "topic", "teacher_column=topic: the data has no such column; found 'expert'"),
+    (["sums", "words", "sum"], "expert", "row 2: teacher_column=expert holds 'sum'; expected 'sums', 'words', '"),
+    (["sums", "words", None], "expert", "row 2: teacher_column=expert holds None; expected"),
+    (["sums", "sums"], "expert", "words: no prompt names it in teacher_column=expert; leave it out"),
+    (["sums", "other ids"], "expert", "other ids: its tokenizer gives '"),
+])  # fmt: skip
+def test_teachers_that_do_not_fit(names, column, words, experts, model, tmp_path, capsys, monkeypatch):
+    """Before the weights of a teacher are read."""
+    monkeypatch.setattr("grpo_kernels.trainer.run.Teachers", lambda *_: pytest.fail("weights are read"))
+    paths, data = experts[0], tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "expert": name}) + "\n" for i, name in enumerate(names)))
+    if "other ids" in names:
+        paths = [paths[0], shutil.copytree(paths[1], tmp_path / "other ids")]
+        (file := paths[1] / "tokenizer.json").write_text(re.sub(r'(?<=")\d(?=": \d)', backwards, file.read_text()))
+    options = {"teacher_model_name_or_path": paths, "teacher_column": column, "reward_funcs": None}
+    assert run(model, data, tmp_path / "run", **options) == 2
+    assert words in capsys.readouterr().err
+
+
+def backwards(digit):
+    return str(9 - int(digit[0]))
 
 
 def test_adaptive_beta_follows_its_target(trained, monkeypatch):

@@ -48,7 +48,8 @@ def train(output: Path, rollouts: Path | None = None, **options: Any) -> list[di
 
 def command_line(output: Path, *, family: str = "llama", **options: Any) -> list[str]:
     data = output.with_name("prompts.jsonl")
-    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in trl_parity.prompts()["prompt"]))
+    rows = ({"prompt": x, "expert": experts_of_prompts()[i % 2]} for i, x in enumerate(trl_parity.prompts()["prompt"]))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = dict(
         output_dir=output, model_name_or_path=trl_parity.saved_model(family), dataset_name=data, use_cpu=True,
         save_steps=0, reward_funcs="trl_parity:reward",
@@ -57,10 +58,19 @@ def command_line(output: Path, *, family: str = "llama", **options: Any) -> list
     given["optim_args"] = {name: given.pop(name) for name in ("betas", "eps") if name in given}
     given["loss_options"] = {name: value for name in LOSS_OPTIONS if (value := given.pop(name, None))}
     return [
-        f"--{name}={json.dumps(value) if isinstance(value, (bool, dict)) else value}"
+        word
         for name, value in given.items()
         if value is not None
+        for word in (f"--{name}", *([json.dumps(value)] if isinstance(value, (bool, dict)) else listed(value)))
     ]
+
+
+def listed(value: Any) -> list[str]:
+    return [*map(str, value)] if isinstance(value, list) else [str(value)]
+
+
+def experts_of_prompts() -> list[str]:
+    return [trl_parity.saved_model(family) for family in ("qwen2", "gemma2")]
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +224,8 @@ PROCESSES: dict[str, dict[str, Any]] = {
 
 # How processes share the work: the options, and the cases.
 KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "DDP": ({}, [*PROCESSES, "teacher"]),
-    "FSDP2": ({"fsdp": True}, ["dapo", "entropy bonus", "reference that follows", "LoRA", "teacher"]),
+    "DDP": ({}, [*PROCESSES, "teachers"]),
+    "FSDP2": ({"fsdp": True}, ["dapo", "entropy bonus", "reference that follows", "LoRA", "teachers"]),
 }
 
 
@@ -242,7 +252,8 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
     import trainer_ranks
 
     short = dict(max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
-    distilled = {"teacher": dict(teacher_model_name_or_path=trl_parity.saved_model("qwen2"), teacher_top_k=8)}
+    experts = dict(teacher_model_name_or_path=experts_of_prompts(), teacher_column="expert")
+    distilled = {"teachers": dict(experts, teacher_top_k=8)}  # of which a rank has the samples of one in a pass
     one = {name: short | options for name, options in (PROCESSES | distilled).items()}
     # A checkpoint in the middle of a rollout, with a reference policy that has moved.
     saved = dict(num_generations=8, save_steps=3, save_total_limit=9, beta=0.1, ref_model_sync_steps=2,

@@ -182,7 +182,10 @@ class TrainArguments:
     ref_model_sync_steps: Count | None = _option(None, "steps between moves of the reference policy; default: it stays")
     loss_options: Json | None = _option(None, "further fields of GRPOConfig, as JSON")
 
-    teacher_model_name_or_path: str | None = _option(None, "a model of transformers with the same ids, to distil from")
+    teacher_model_name_or_path: list[str] = _option([], "models of transformers with the same ids, to distil from")
+    teacher_column: str | None = _option(
+        None, "column that names a prompt's teacher, by its path or the last part of it"
+    )
     teacher_top_k: Count | None = _option(None, "the policy's likeliest ids that the divergence is over; default: all")
     teacher_top_k_mode: Rest = _option("tail", "what it takes for the other ids")
 
@@ -234,7 +237,7 @@ class TrainArguments:
     @property
     def distills_only(self) -> bool:
         """Says whether the loss is the divergence to the teacher alone."""
-        return self.teacher_model_name_or_path is not None and not self.reward_funcs
+        return bool(self.teacher_model_name_or_path) and not self.reward_funcs
 
     @property
     def held_out_name(self) -> str | None:
@@ -266,7 +269,7 @@ class TrainArguments:
         fields = {name: value for name, value in from_options.items() if value is not None} | further
         if isinstance(dtype := fields.get("logits_dtype"), str):  # JSON has its name
             fields["logits_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
-        if self.teacher_model_name_or_path is not None:
+        if self.teacher_model_name_or_path:
             fields.setdefault("distill_coef", 1.0)
         try:
             return GRPOConfig.preset(self.loss_type, **fields)
@@ -312,14 +315,15 @@ class TrainArguments:
             if getattr(self, option) and (missing := missing_packages({package: package})):
                 raise ValueError(f"{option} {missing}")
         for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
-            if (source := getattr(self, name)) is not None:
+            given = getattr(self, name)
+            for source in given if KINDS[name].several else [given] if given else []:
                 check_source(name, source, "dataset" if "dataset" in name else "model")
 
     def _contradictions(self, num_processes: int) -> Iterator[tuple[bool, str]]:
         """Returns (whether it is so, what is wrong) of options that are right one by one."""
         a, config = self, self.loss_config()
         passes, rows = a.passes_per_rollout, a.rows_per_rollout(num_processes)
-        teaches = a.teacher_model_name_or_path is not None
+        teaches = bool(a.teacher_model_name_or_path)
         yield from (
             (passes % a.gradient_accumulation_steps > 0,
              f"steps_per_generation={a.steps_per_generation} is no multiple of "
@@ -347,6 +351,9 @@ class TrainArguments:
             (teaches and (a.loss == "eager" or a.truncates or config.sparse_backward is not None),
              "a teacher needs the exact loss over all ids: loss='eager', top_p, top_k, min_p and sparse_backward do "
              "not go with teacher_model_name_or_path"),
+            (len(a.teacher_model_name_or_path) > 1 and a.teacher_column is None,
+             f"teacher_column is missing; teacher_model_name_or_path={a.teacher_model_name_or_path} are several, and a "
+             "column of the data names that of each prompt"),
             (teaches and config.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
             (a.use_vllm and config.surrogate == "vespo"
              and (a.vllm_importance_sampling_mode.startswith("sequence") or a.rollout_is_batch_normalize
@@ -367,6 +374,7 @@ class TrainArguments:
         for needed, present, names in (
             ("beta", a.beta, ("kl_clamp", "kl_estimator", "use_bias_correction_kl", "ref_model_sync_steps")),
             ("teacher_model_name_or_path", teacher, ("distill_coef", "divergence", "divergence_beta", "teacher_top_k")),
+            ("several teachers", len(teacher) > 1, ("teacher_column",)),
             ("teacher_top_k", a.teacher_top_k, ("teacher_top_k_mode",)),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("loss=fused", a.loss == "fused", ("sparse_backward", "chunk_rows", "logits_dtype")),

@@ -28,7 +28,6 @@ from .decoding import MIB
 from .files import CHECKSUMS, checksums, discard, read_file
 from .ranks import whole
 from .rollout import Completion
-from .tasks import ARITHMETIC
 
 LOG, SAMPLES = "log.jsonl", "samples.jsonl"
 CONFIG = "config.json"  # the options of the run in its output folder; in a checkpoint RUN, beside that of the model
@@ -236,12 +235,11 @@ def fingerprint_of_weights(lm: Any) -> str:
 
 def check_state(checkpoint: Path, a: TrainArguments, inputs: dict[str, str]) -> None:
     """Raises RunError where a run of the same options cannot go on from the state in a checkpoint. inputs: fingerprints
-    of what it does not hold, by the options that name it."""
+    of what it does not hold, by "option=value"."""
     state, progress = read_checkpoint(checkpoint, mmap=True)
     for option, now in inputs.items():
         if dict(state.get("inputs", {})).get(option) != now:  # an earlier version has saved none
-            what = "other prompts" if option == "dataset_name" else "another model"
-            name = getattr(a, option) or ARITHMETIC
-            raise RunError(f"{checkpoint} was written with {what}: {option}={name} has changed since")
+            what = "other prompts" if option.startswith("dataset_name") else "another model"
+            raise RunError(f"{checkpoint} was written with {what}: {option} has changed since")
     if progress.step > a.max_steps:
         raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}; expected a later step")

@@ -33,11 +33,12 @@ EXPECTED = (
 
 class Prompt(NamedTuple):
     """prompt: text, or messages ({"role", "content"}) as `_messages` has them, for rewards; ids: its tokens, the chat
-    template applied to messages; columns: what else the row has."""
+    template applied to messages; columns: what else the row has; teacher: the index of its teacher."""
 
     prompt: str | list[dict[str, Any]]
     ids: list[int]
     columns: dict[str, Any]
+    teacher: int = 0
 
 
 HUB_SECONDS = 10  # until a hub has to have answered

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from ..integrations.transformers import PLAIN_LAYERS, cache_argument, cache_of, position_ids, takes, unwrap_causal_lm
 from . import reason_of
 from .arguments import TrainArguments
+from .memory import available
 from .ranks import Ranks
 from .rollout import infer, padded
 
@@ -130,7 +131,7 @@ class StaticDecoder(Decoder):
         super().release()
         held = sum(tensor.nbytes for tensor in self.stored) + self.graph_bytes
         if held:
-            is_small = held <= SHARE_KEPT * (held + _available(self.lm.device))
+            is_small = held <= SHARE_KEPT * (held + available(self.lm.device))
             how = "kept" if is_small else "freed"
             self.memory = f"{held / MIB:,.1f} MiB of cache and CUDA graphs, {how} before updates"
             if not is_small:
@@ -284,11 +285,6 @@ class _Layer(StaticLayer):
         self.keys.index_copy_(2, self.cumulative_length, key_states.to(self.keys.dtype))
         self.values.index_copy_(2, self.cumulative_length, value_states.to(self.values.dtype))
         return self.keys, self.values
-
-
-def _available(device: torch.device) -> int:
-    """Returns the bytes that tensors could take on a GPU."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 # --- whether a model can be sampled so --------------------------------------------------------------------------------

@@ -128,7 +128,9 @@ class Trainer:
         ids = [prompt.ids for _, prompt in local]
         sampled = self.sampler.sample(ids, stream=f"{a.seed} {p.rollout_index}", step=p.step)
         completions = [
-            Completion(i, prompt.prompt, prompt.ids, prompt.columns, *s[:2], logps=s.logps, kept=s.kept)
+            Completion(
+                i, prompt.prompt, prompt.ids, prompt.columns, *s[:2], logps=s.logps, kept=s.kept, teacher=prompt.teacher
+            )
             for (i, prompt), s in zip(local, sampled, strict=True)
         ]
         self._score(completions)
@@ -271,9 +273,9 @@ class Trainer:
         for part in passes:
             inputs = model_inputs(part, a, self.pad_id, run.accelerator.device)
             inputs |= loss_inputs(part, run.accelerator.device)
-            if run.teacher is not None:
+            if run.teachers is not None:
                 with run.accelerator.autocast():
-                    inputs["teacher"] = run.teacher(inputs, run.vocab_size)
+                    inputs |= run.teachers(inputs, [c.teacher for c in part])
             with contextlib.nullcontext() if part is passes[-1] else run.accelerator.no_sync(self.policy):
                 # DDP and FSDP2 average over the ranks.
                 out = self.policy("loss", **inputs, config=config, normalizer=count / self.ranks.count, **extra)

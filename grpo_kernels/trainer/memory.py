@@ -4,6 +4,7 @@ where there is none left."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,13 @@ def bytes_of(path: str, name: str) -> int | None:
     except OSError:
         return None
     return int(match[1]) * 1024 if match else None
+
+
+def available(device: torch.device) -> int:
+    """Returns the bytes that tensors could take on a GPU; of another device no limit is known."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from ..config import GRPOConfig
 from ..integrations.transformers import fused_forward
 from ..logps import fused_logps
 from ..loss import GRPOLossOutput, fused_grpo_loss, grpo_loss_from_logps
-from ..teacher import Teacher
 from . import missing_packages, reason_of
 from .arguments import TrainArguments
 from .data import check_source
@@ -94,12 +93,12 @@ def eager_loss(
 
 
 def load_tokenizer(path: str, arguments: TrainArguments, processing_class: Any = None) -> Any:
-    """Returns the tokenizer of `path`, or of its base where that is an adapter without one, unless one is given."""
+    """Returns the tokenizer of the model to train, unless one is given."""
     if processing_class is None and not path:
         raise ValueError("processing_class is missing: the model names no place with a tokenizer")
     tokenizer = processing_class
     if tokenizer is None:
-        tokenizer = _load_tokenizer(path, arguments, name="model_name_or_path")
+        tokenizer = tokenizer_of(path, arguments, name="model_name_or_path")
     for name in ("pad_token", "eos_token"):
         if getattr(tokenizer, name) is None or getattr(tokenizer, f"{name}_id") is None:
             raise ValueError(
@@ -108,7 +107,8 @@ def load_tokenizer(path: str, arguments: TrainArguments, processing_class: Any =
     return tokenizer
 
 
-def _load_tokenizer(path: str, a: TrainArguments, *, name: str) -> Any:
+def tokenizer_of(path: str, a: TrainArguments, *, name: str) -> Any:
+    """Returns the tokenizer of `path`, or of its base where that is an adapter without one. name: of the option."""
     bare = Path(path, "adapter_config.json").exists() and not Path(path, "tokenizer_config.json").exists()
     source = base_of(path, name=name) if bare else path
     return _from_pretrained(AutoTokenizer, path, source, name=name, trust_remote_code=a.trust_remote_code)
@@ -273,41 +273,6 @@ def _without_dropout(lm: nn.Module) -> None:
                 setattr(module, name, 0.0)
         if isinstance(module, (nn.Dropout, nn.AlphaDropout)):
             module.p = 0.0
-
-
-# --- teacher ----------------------------------------------------------------------------------------------------------
-
-
-class TeacherModel:
-    """A frozen model whose distribution over the vocabulary the policy is drawn to; whole in every process."""
-
-    def __init__(self, path: str, arguments: TrainArguments, tokenizer: Any, device: torch.device) -> None:
-        name = "teacher_model_name_or_path"
-        self.ids: dict[str, Any] = {"top_k": arguments.teacher_top_k, "mode": arguments.teacher_top_k_mode}
-        self.lm = load_frozen(path, arguments, name=name).to(device)
-        ids, teacher_ids = tokenizer.get_vocab(), _load_tokenizer(path, arguments, name=name).get_vocab()
-        if differing := [word for word, i in ids.items() if teacher_ids.get(word) != i]:
-            word = differing[0]
-            raise ValueError(
-                f"{name}={path}: its tokenizer gives {word!r} the id {teacher_ids.get(word)}, the model's {ids[word]}; "
-                "expected a teacher with the same ids"
-            )
-
-    @torch.no_grad()
-    def __call__(self, inputs: dict[str, Any], vocab_size: int) -> Teacher:
-        """Returns the teacher for the completions of model_inputs; rows of its weight beyond `vocab_size`, which are
-        padding, are left out."""
-
-        def head(
-            hidden: Tensor, weight: Tensor, ids: Tensor, *, lm_head_bias: Tensor | None, **transform: Any
-        ) -> Teacher:
-            transform.pop("completion_mask")
-            bias = None if lm_head_bias is None else lm_head_bias.detach()[:vocab_size]
-            return Teacher(hidden, weight.detach()[:vocab_size], bias, **transform, **self.ids)
-
-        names = "input_ids", "attention_mask", "completion_ids", "completion_mask"
-        teacher: Teacher = fused_forward(self.lm, loss=head, **{name: inputs[name] for name in names})
-        return teacher
 
 
 # --- reference policy -------------------------------------------------------------------------------------------------

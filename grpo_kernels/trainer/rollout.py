@@ -30,7 +30,7 @@ class Sampled(NamedTuple):
 
 @dataclass
 class Completion:
-    """A row of a rollout. Rows of one prompt are adjacent and have one `group`.
+    """A row of a rollout. Rows of one prompt are adjacent and have one `group` and `teacher`, an index.
 
     reward: weighted total, NaN without a verdict; extra: what functions gave to log_extra. steps: rewards of its steps,
     which end with the tokens step_ends.
@@ -58,6 +58,7 @@ class Completion:
     ref_logps: Tensor | None = None
     weight: Tensor | None = None
     rejected: Tensor | None = None
+    teacher: int = 0
 
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any, *, left: bool) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import get_scheduler
 
-from ..teacher import check_teacher_values
 from . import RunError, reason_of
 from .adamw import check_state_of, make_optimizer
 from .arguments import TrainArguments, to_json
@@ -42,12 +41,13 @@ from .files import FolderLock, new_folder, remove_leftovers, write_atomically, w
 from .log import RunLog
 from .memory import advice_on_memory
 from .mismatch import check_sampler, fix_rotary
-from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
+from .model import Policy, ReferencePolicy, load_model, load_tokenizer, save_model
 from .ranks import Ranks, Signals, forget_earlier_run, init_trackers, make_accelerator
 from .rewards import Rewards
 from .rollout import Completion, Sampler, infer
 from .sampling import eos_ids
 from .tasks import ARITHMETIC
+from .teachers import OPTION, Teachers, check_ids, with_teachers
 from .vllm import VLLM
 
 
@@ -68,7 +68,7 @@ class Run:
     """The parts of a run that its steps do not replace, made by `open_run`.
 
     options: the arguments as files record them. lock: of the folder, on the first rank. checkpoint: the one to go on
-    from. inputs: fingerprints of what a checkpoint does not hold, by the options that name it. policy and optimizer: as
+    from. inputs: fingerprints of what a checkpoint does not hold, by "option=value". policy and optimizer: as
     the accelerator prepared them. probe: inputs of a single token, whose log-probability tells whether they are sound.
     """
 
@@ -86,10 +86,9 @@ class Run:
     rewards: Rewards | None
     policy: Any
     bare_policy: Policy
-    vocab_size: int
     optimizer: Any
     scheduler: Any
-    teacher: TeacherModel | None
+    teachers: Teachers | None
     reference: ReferencePolicy | None
     probe: dict[str, Any]
     signals: Signals
@@ -234,10 +233,12 @@ def open_run(a: TrainArguments, objects: Given = NOTHING) -> Run:
     tokenizer = load_tokenizer(getattr(objects.model, "name_or_path", source), a, objects.tokenizer)
     lm = load_model(source, a, checkpoint, objects.model)
     vocab_size = lm.get_input_embeddings().weight.shape[0]
-    prompts = load_data(a, tokenizer, lm, objects, held_out=False)
+    check_ids(a, tokenizer)
+    prompts = with_teachers(load_data(a, tokenizer, lm, objects, held_out=False), a)
     held_out = load_data(a, tokenizer, lm, objects, held_out=True)
-    inputs = {"dataset_name": fingerprint(prompts)}
-    inputs |= check_inputs(inputs, {"model_name_or_path": lm} if a.use_peft else {}, checkpoint, a, ranks)
+    inputs = {f"dataset_name={a.dataset_name or ARITHMETIC}": fingerprint(prompts)}
+    frozen = {f"model_name_or_path={a.model_name_or_path or ARITHMETIC}": lm} if a.use_peft else {}
+    inputs |= check_inputs(inputs, frozen, checkpoint, a, ranks)
     rewards = make_rewards(a, tokenizer, prompts, held_out, objects)
     longest = longest_row(a, [*prompts, *held_out])
     fix_rotary(lm, longest)
@@ -248,13 +249,19 @@ def open_run(a: TrainArguments, objects: Given = NOTHING) -> Run:
         policy, optimizer = accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
         bare_policy = accelerator.unwrap_model(policy)
         scheduler = make_scheduler(optimizer, a, ranks)
-        teacher = None
-        if (name := a.teacher_model_name_or_path) is not None:
-            teacher = TeacherModel(name, a, tokenizer, accelerator.device)
-            inputs |= check_inputs(inputs, {"teacher_model_name_or_path": teacher.lm}, checkpoint, a, ranks)
-            fix_rotary(teacher.lm, longest)
         probe = make_probe(prompts[0], a, tokenizer, accelerator.device)
-        check_logps(policy, teacher, probe, vocab_size, a)
+        check_logps(policy, probe, a)
+        teachers = None
+        if a.teacher_model_name_or_path:
+            teachers = Teachers(a, accelerator.device, vocab_size)
+            if teachers.on_host and ranks.index == 0:
+                count = f"{len(teachers.on_host)} of {len(teachers.models)} teachers"
+                print(f"{count} stay in host memory and take turns on {accelerator.device}", file=sys.stderr)
+            frozen = {f"{OPTION}={path}": teacher for path, teacher in teachers.models.items()}
+            inputs |= check_inputs(inputs, frozen, checkpoint, a, ranks)
+            for teacher in teachers.models.values():
+                fix_rotary(teacher, longest)
+            teachers.check(probe)
         if vllm is None:
             choose_decoder(policy, ranks, a)
         signals = Signals(ranks)
@@ -274,7 +281,7 @@ def open_run(a: TrainArguments, objects: Given = NOTHING) -> Run:
     sampler.progress = log.part
     return Run(
         a, options, ranks, accelerator, folder, lock, checkpoint, inputs, tokenizer, prompts, held_out, rewards, policy,
-        bare_policy, vocab_size, optimizer, scheduler, teacher, reference, probe, signals, sampler, log,
+        bare_policy, optimizer, scheduler, teachers, reference, probe, signals, sampler, log,
     )  # fmt: skip
 
 
@@ -301,7 +308,7 @@ def make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
 def check_inputs(
     inputs: dict[str, str], frozen: dict[str, Any], checkpoint: Path | None, a: TrainArguments, ranks: Ranks
 ) -> dict[str, str]:
-    """Returns fingerprints of frozen models, by the options that name them; only the first rank, which makes them,
+    """Returns fingerprints of frozen models, by "option=value" that names them; only the first rank, which makes them,
     needs to hold the models whole. Raises RunError where these or `inputs` are not what the checkpoint was written
     with."""
     with ranks.raise_on_all():
@@ -332,25 +339,15 @@ def logp_of_probe(policy: Any, probe: dict[str, Any], a: TrainArguments) -> floa
     return float(infer(policy, "logps", **probe, **a.scoring_options()))
 
 
-def check_logps(
-    policy: Any, teacher: TeacherModel | None, probe: dict[str, Any], vocab_size: int, a: TrainArguments
-) -> None:
-    """Raises ValueError for a model, or a teacher, whose logits the loss does not understand, and for weights that are
-    broken: before the first rollout, which may take long, and where the policy is prepared, since parameters are whole
-    in its forward alone."""
-    option = "model_name_or_path"
+def check_logps(policy: Any, probe: dict[str, Any], a: TrainArguments) -> None:
+    """Raises ValueError for a model whose logits the loss does not understand, and for weights that are broken: before
+    the first rollout, which may take long, and where the policy is prepared, since parameters are whole in its forward
+    alone."""
     try:
         if not math.isfinite(logp := logp_of_probe(policy, probe, a)):
             raise ValueError(f"the log-probabilities of its tokens are {logp}; expected weights that are finite")
-        if teacher is not None:
-            option = "teacher_model_name_or_path"
-            distribution = teacher(probe, vocab_size)
-            if (rows := len(distribution.weight)) < vocab_size:
-                raise ValueError(f"its lm_head has {rows} rows, the model's {vocab_size}; expected as many")
-            option = "teacher_top_k"
-            check_teacher_values(distribution, vocab_size, None)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{option}={getattr(a, option)}: {error}") from error
+        raise ValueError(f"model_name_or_path={a.model_name_or_path}: {error}") from error
 
 
 def try_to_save(lm: Any, tokenizer: Any, folder: Path, a: TrainArguments) -> None:
