@@ -46,6 +46,29 @@ def test_it_runs(name, capsys, monkeypatch):
     assert "loss " in capsys.readouterr().out
 
 
+def test_trl_with_several_teachers():
+    """One alone is the teacher of TRL's trainer; so are two of the same weights, in batches that have both."""
+    pytest.importorskip("trl", reason="trl is not installed: run make test")
+    from trl import DistillationConfig
+
+    parity = importlib.import_module("trl_parity")
+    trainer_of, options = load("trl_teachers").SeveralTeachersTrainer, {"beta": 0.3, "temperature": 0.7}
+
+    def result(names: list[str], **families: str) -> dict[str, Any]:
+        teachers = {name: tiny_model(family) for name, family in families.items()}
+        data = parity.prompts().add_column("teacher_id", names * 4)
+        args = DistillationConfig(output_dir="unused", max_completion_length=8, **parity.COMMON | options)
+        return parity.result_of(
+            parity.construct(trainer_of, "granite", teachers=teachers, args=args, train_dataset=data)
+        )
+
+    expected = parity.run("trl", parity.Case("", options, "granite", teacher="qwen2"))
+    for found in (result(["b", "b"], a="gemma2", b="qwen2"), result(["a", "b"], a="qwen2", b="qwen2")):
+        assert max(parity.differences(found, expected)) < parity.TOLERANCE
+    with pytest.raises(ValueError, match=r"teacher_id holds \['c'\]; expected \['a', 'b'\]"):
+        result(["a", "c"], a="qwen2", b="qwen2")
+
+
 def test_notebooks_hold_no_outputs():
     """`make notebook` runs them."""
     (notebook,) = EXAMPLES.glob("*.ipynb")
