@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import io
 import json
 import re
 import runpy
@@ -25,6 +26,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from grpo_kernels import GRPOConfig
+from grpo_kernels.integrations.lm_head import HeadInputs
+from grpo_kernels.integrations.transformers import head_logits
 from grpo_kernels.reference import reference_loss_from_logps
 from grpo_kernels.trainer.rewards import Rewards
 
@@ -39,11 +42,37 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["plain_transformers", "liger", "dpo", "losses", "vllm_teacher"])
+@pytest.mark.parametrize("name", ["plain_transformers", "liger", "dpo", "losses", "vllm_teacher", "served_teacher"])
 def test_it_runs(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert "loss " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+def test_served_hidden_states_make_the_logits_of_the_teacher(family, tmp_path, monkeypatch):
+    """With a scale and a softcap, by what vLLM's connector writes and its server answers, read in November 2026 from
+    their sources."""
+    example, model = load("served_teacher"), tiny_model(family).bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    (served := tmp_path / "served").mkdir()
+
+    def answer(request: Any) -> io.BytesIO:
+        path = example.write_states(model, json.loads(request.data)["prompt"], served)
+        return io.BytesIO(json.dumps({"kv_transfer_params": {"hidden_states_path": str(path)}}).encode())
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    prompt, completions = [5, 9, 2], [[7, 1, 30, 4], [8, 11]]
+    states = [example.ask("http://localhost", "model", prompt + ids) for ids in completions]
+    assert not list(served.iterdir()) and all(x.dtype == torch.bfloat16 for x in states)
+    teacher = example.make_teacher(example.load_head(tmp_path / "model"), states, completions)
+    head = HeadInputs(teacher.hidden, teacher.weight, None)
+    logits = head_logits(head, teacher.logit_scale, teacher.logit_softcap)
+    for row, ids in enumerate(completions):
+        expected = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        torch.testing.assert_close(logits[row, : len(ids)], expected, rtol=2e-2, atol=2e-3)
+    with pytest.raises(ValueError, match="has the states of other ids than the request's"):
+        example.read_states(example.write_states(model, [5, 9], served), [5, 8])
 
 
 def test_trl_with_several_teachers():

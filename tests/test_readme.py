@@ -125,6 +125,17 @@ def test_the_python_block_of_corrections_runs():
     assert names["hidden"].grad.any()
 
 
+def test_the_python_block_of_teachers_trains_the_draft_head_alone():
+    """Towards the policy's distribution of the same token, exactly."""
+    names: dict[str, Any] = {}
+    run_blocks(python_blocks(read("docs/teachers.md")), names)
+    draft, hidden, weight = (names[name] for name in ("draft", "hidden", "weight"))
+    assert hidden.grad is None and weight.grad is None
+    q, p = ((x @ weight.T).log_softmax(-1) for x in (hidden[:, 1:].detach(), draft(hidden)[:, :-1]))
+    expected = torch.autograd.grad((q.exp() * (q - p)).sum(-1).mean(), draft.weight)
+    torch.testing.assert_close(draft.weight.grad, expected[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "trainers").glob("*.md")), ids=lambda page: page.stem)
 def test_the_code_of_a_page_is_that_of_the_file_which_the_comment_above_it_names(page):
     fence = r"^(?:<!-- from (\S+) -->\n\n)?```(?:python|diff)\n(.*?)^```$"
