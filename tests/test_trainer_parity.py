@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,18 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {  # exit status and options
         0, {"dry_run": True, "model_name_or_path": None, "dataset_name": None, "reward_funcs": "arithmetic"}
     ),
 }  # fmt: skip
+# Two machines with disks of their own: exit status, options, and the one that names a path which rank 1 lacks.
+OWN_DISKS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "new": (0, {"max_steps": 1}, "output_dir"),
+    "start model": (
+        2, {"model_name_or_path": None, "dataset_name": None, "reward_funcs": "arithmetic"}, "output_dir"
+    ),
+    "signal": (  # which has left a checkpoint
+        2, {"resume_from_checkpoint": "auto", "reward_funcs": "trainer_ranks:signals_rank_1"}, "output_dir"
+    ),
+    "no model": (2, {}, "model_name_or_path"),
+    "no data": (2, {}, "dataset_name"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -274,9 +287,14 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         argv = training.arguments(model, data, tmp_path / name, **FOUR_STEPS | options, eval_dataset_name=held_out)
         argv.remove("--use-cpu")  # which a machine without a GPU does not need
         jobs.append(trainer_ranks.Job(name, argv))
+    for name, (_, options, lacking) in OWN_DISKS.items():
+        argv = training.arguments(model, data, tmp_path / name, **FOUR_STEPS | options)
+        argv.remove("--use-cpu")
+        jobs.append(trainer_ranks.Job(f"{name}, own disks", argv, of_rank_1=(f"--{lacking}", str(tmp_path / "disk"))))
     run_ranks(partial(trainer_ranks.all_of_them, folder=tmp_path, jobs=jobs), 2, tmp_path)
     said = "".join((tmp_path / f"said-{rank}.txt").read_text() for rank in (0, 1))
     statuses = {job.name: 0 for job in jobs} | {name: status for name, (status, _) in ENDS.items()}
+    statuses |= {f"{name}, own disks": status for name, (status, *_) in OWN_DISKS.items()}
     for rank in (0, 1):
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == statuses
     check_ends(tmp_path, said)
@@ -328,6 +346,13 @@ def check_ends(folder: Path, said: str) -> None:
     assert [(e["problems"], e["samples"]) for e in found] == [(3, 2), (3, 2)]
     assert training.steps(folder / "three held out")[0]["metrics/rank"] == 0.5
     assert not (folder / "dry run").exists() and said.count("one step   rollout") == 1
+    # A machine with a disk of its own needs no output folder, and says what it needs.
+    assert training.steps(folder / "new") and not (folder / "disk").exists()
+    for first, other in (("start-model-0 there", "start-model-0 missing"), ("checkpoint-1 (", "no checkpoint")):
+        assert len(re.findall(rf"finds {re.escape(first)}.*, rank 1 on .* {other}; expected a disk that", said)) == 2
+    for option in ("model_name_or_path", "dataset_name"):
+        assert f"grpo-kernels train: {option}={folder / 'disk'}" in said
+        assert f"grpo-kernels train: rank 1 failed: ValueError: {option}={folder / 'disk'}" in said
 
 
 def check_steps(folder: Path, expected: list[dict[str, Any]]) -> None:

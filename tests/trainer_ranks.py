@@ -24,6 +24,7 @@ class Job(NamedTuple):
     name: str
     argv: list[str]
     replay: Path | None = None  # a folder of rollouts
+    of_rank_1: tuple[str, ...] = ()  # what it has after these words: paths, where machines have disks of their own
 
 
 def length(prompts, completions, completion_ids, log_metric, **columns):
@@ -67,9 +68,10 @@ class Trainer(training.Recorder):
 
 def run(job: Job) -> int | str:
     """The exit status, or the error with its type."""
+    argv = [*job.argv, *job.of_rank_1 * get_rank()]
     try:
         with training.replayed(job.replay) if job.replay else contextlib.nullcontext():
-            return commands.train(job.argv)
+            return commands.train(argv)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import sys
@@ -26,7 +27,7 @@ from .adamw import is_low
 from .arguments import TrainArguments, to_json
 from .decoding import MIB
 from .files import CHECKSUMS, checksums, discard, read_file
-from .ranks import whole
+from .ranks import Ranks, whole
 from .rollout import Completion
 
 LOG, SAMPLES = "log.jsonl", "samples.jsonl"
@@ -84,6 +85,23 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
     if requested is not None and written and checkpoint is None:
         print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
     return checkpoint
+
+
+def check_same_start(folder: Path, checkpoint: Path | None, start_model: Path | None, ranks: Ranks) -> None:
+    """Raises ValueError, on all ranks, where these do not find the same checkpoint in the folder of the run, or the
+    start model of a run without a model: the first rank alone writes, and machines may have disks of their own."""
+    found = "no checkpoint"
+    if checkpoint is not None:
+        found = f"{checkpoint.name} ({hashlib.sha256(read_file(checkpoint / CHECKSUMS)).hexdigest()[:8]})"
+    elif start_model is not None:
+        found = f"{start_model.name} {'there' if start_model.exists() else 'missing'}"
+    views = ranks.gather([(found, platform.node())])
+    for rank, (other, host) in enumerate(views):
+        if other != views[0][0]:
+            raise ValueError(
+                f"output_dir={folder}: rank 0 on {views[0][1]} finds {views[0][0]}, rank {rank} on {host} {other}; "
+                "expected a disk that all machines share, or a copy on each"
+            )
 
 
 def checkpoints(output: Path) -> list[Path]:

@@ -28,6 +28,7 @@ from .checkpoint import (
     Progress,
     bytes_of_checkpoint,
     check_room,
+    check_same_start,
     check_state,
     claim_folder,
     fingerprint_of_weights,
@@ -222,7 +223,8 @@ def open_run(a: TrainArguments, objects: Given = NOTHING) -> Run:
     """
     forget_earlier_run()
     ranks = Ranks(use_cpu=a.use_cpu)
-    a.check(ranks.count)
+    with ranks.raise_on_all():  # of a folder or a package that one machine lacks, too
+        a.check(ranks.count)
     options = to_json(a, ranks.count)
     folder = Path(a.output_dir).absolute()  # a reward function may change the working directory
     accelerator = make_accelerator(a)
@@ -230,16 +232,19 @@ def open_run(a: TrainArguments, objects: Given = NOTHING) -> Run:
     with ranks.raise_on_all():
         checkpoint = claim_folder(folder, a, ranks.count)
         source = a.model_name_or_path or make_start_model(folder, a, ranks)
-    tokenizer = load_tokenizer(getattr(objects.model, "name_or_path", source), a, objects.tokenizer)
-    lm = load_model(source, a, checkpoint, objects.model)
-    vocab_size = lm.get_input_embeddings().weight.shape[0]
-    check_ids(a, tokenizer)
-    prompts = with_teachers(load_data(a, tokenizer, lm, objects, held_out=False), a)
-    held_out = load_data(a, tokenizer, lm, objects, held_out=True)
+    check_same_start(folder, checkpoint, None if a.model_name_or_path else Path(source), ranks)
+    with ranks.raise_on_all():
+        tokenizer = load_tokenizer(getattr(objects.model, "name_or_path", source), a, objects.tokenizer)
+        lm = load_model(source, a, checkpoint, objects.model)
+        vocab_size = lm.get_input_embeddings().weight.shape[0]
+        check_ids(a, tokenizer)
+        prompts = with_teachers(load_data(a, tokenizer, lm, objects, held_out=False), a)
+        held_out = load_data(a, tokenizer, lm, objects, held_out=True)
     inputs = {f"dataset_name={a.dataset_name or ARITHMETIC}": fingerprint(prompts)}
     frozen = {f"model_name_or_path={a.model_name_or_path or ARITHMETIC}": lm} if a.use_peft else {}
     inputs |= check_inputs(inputs, frozen, checkpoint, a, ranks)
-    rewards = make_rewards(a, tokenizer, prompts, held_out, objects)
+    with ranks.raise_on_all():
+        rewards = make_rewards(a, tokenizer, prompts, held_out, objects)
     longest = longest_row(a, [*prompts, *held_out])
     fix_rotary(lm, longest)
     ends = eos_ids(lm, tokenizer)
