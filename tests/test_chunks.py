@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,46 +27,126 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.head import chunk_size
+from grpo_kernels.head.chunk_size import Selection
 from grpo_kernels.head.dweight import WeightGradient
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.head.loop import sequence_chunks
+from grpo_kernels.head.loop import Chunk, FusedExponentials, TokenBatch, run, sequence_chunks
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.operations import chunk_row_stride
+from grpo_kernels.kernels.operations import LogitTransform, Statistics, chunk_row_stride
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 TRAINED = (True, True, False)
-# Width and vocabulary, and the most MiB that a step of 16,384 tokens may hold beside inputs and gradients.
+# Width and vocabulary; rows of a chunk, and the most MiB that a step may hold beside inputs and gradients: of 16,384
+# tokens; of 65,536; of 65,536 and a frozen head.
 HEADS = {
-    "llama-3-8b": (4096, 128_256, 600), "qwen2.5-7b": (3584, 152_064, 750), "qwen2.5-1.5b": (1536, 151_936, 900),
-    "gemma-2-2b": (2304, 256_000, 1150),
-}  # fmt: skip
+    "Llama-3-8B": (4096, 128_256, (2048, 600), (4096, 1200), (1024, 280)),
+    "Qwen2.5-7B": (3584, 152_064, (2304, 750), (3328, 1100), (1024, 350)),
+    "Qwen2.5-1.5B": (1536, 151_936, (2816, 900), (3328, 1100), (2048, 650)),
+    "Gemma-2-2B": (2304, 256_000, (2048, 1150), (2048, 1150), (1792, 900)),
+}
+GUIDE = Path(gk.__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
-def rows_on_gpu(tokens, width, row_bytes, *, rounds=True, multiprocessors=132):
-    return chunk_size.rows_of_chunk(
-        tokens, width, row_bytes, BFLOAT, CUDA, rounds=rounds, multiprocessors=multiprocessors
-    )  # fmt: skip
+@pytest.fixture
+def gpu_head(monkeypatch):
+    """A head of an H100 whose backend has fused products, on a device without values."""
+    monkeypatch.setattr("grpo_kernels.head.lm_head.multiprocessors_of", lambda device: 132)
+
+    def make(tokens: int, width: int, vocab: int, wants: tuple[bool, ...] = TRAINED, **options) -> LMHead:
+        hidden, weight = (torch.empty(n, width, dtype=BFLOAT, device=META) for n in (tokens, vocab))
+        return LMHead((hidden, weight, None), get_backend("torch"), wants=wants, logits_dtype=FLOAT, **options)
+
+    return make
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_memory_of_a_step_on_a_gpu(head):
+def batch_of(head: LMHead) -> TokenBatch:
+    stats = Statistics.zeros(head.num_tokens, META, FLOAT)
+    return TokenBatch(head, torch.zeros_like(stats.logp).long(), stats.logp, LogitTransform(), stats)
+
+
+def rows_of(head: LMHead) -> int:
+    """Returns the rows of a chunk of all tokens; the buffer that they get is no longer."""
+    rows = batch_of(head).chunks(None, FusedExponentials)[0].rows.count
+    assert head.scratch.gradients(rows).untyped_storage().nbytes() == rows * 2 * head.vocab_size
+    return rows
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_memory_of_a_step_on_a_gpu(gpu_head, name):
     """Exponentials of a chunk in 16 bits, and what the products of its rows hold: hidden states times their scale, in
-    float32 and as 16 bits, and dlogits W."""
-    width, vocab, most = HEADS[head]
-    rows = rows_on_gpu(16_384, width, 2 * vocab)
-    assert rows * (2 * vocab + 8 * width) <= most * 2**20
-    assert rows % chunk_size.TILE_ROWS == 0 and 2048 <= rows <= 4096 and rows * 2 * vocab <= 2**30
-    assert rows_on_gpu(65_536, width, 2 * vocab) * (2 * vocab + 6 * width) <= 1100 * 2**20
-    assert rows_on_gpu(16_384, width, 2 * vocab, multiprocessors=0) == 2048
+    float32 and as 16 bits, and dlogits W in float32; of a frozen head dlogits W, and W's rows of the sampled ids."""
+    width, vocab, *steps = HEADS[name]
+    heads = (16_384, TRAINED, 10), (65_536, TRAINED, 10), (65_536, (True, False, True), 6)
+    for (rows, most), (tokens, wants, product_bytes) in zip(steps, heads, strict=True):
+        assert rows_of(gpu_head(tokens, width, vocab, wants)) == rows
+        assert rows * (2 * vocab + product_bytes * width) <= most * 2**20
+    wide = gpu_head(65_536, width, vocab, accumulate_in_fp32=True)  # each chunk reads and writes dweight
+    assert 2048 <= wide.rows_of("exponentials") <= 4096
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_memory_of_log_probabilities_on_a_gpu(gpu_head, name):
+    """The product leaves three numbers in float64 of a row for each multiprocessor, and the sampled logit."""
+    head = gpu_head(16_384, *HEADS[name][:2], (False,) * 3)
+    assert [rows.count for rows in head.chunks(None, "statistics")] == [16_384]
+    assert 16_384 * 24 * (132 + 1) <= 50 * 2**20
+    parts = head.chunks(torch.arange(16_000, device=META), "statistics")  # whose hidden states are copied
+    assert all(rows.count * (24 * 133 + 2 * HEADS[name][0]) <= 2**26 for rows in parts) and 2 <= len(parts) <= 3
+    head.row_mask = torch.ones(16_384, dtype=torch.bool, device=META)
+    assert head.chunks(None, "statistics")[0].count == parts[0].count
+    assert [rows.count for rows in gpu_head(70_000, *HEADS[name][:2]).chunks(None, "statistics")][:3] == [20_992] * 3
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_memory_of_whole_sequences_on_a_gpu(gpu_head, name):
+    """A row holds hidden states, scaled ones in float32 and 16 bits, and dlogits W in float32. The guide has the
+    lengths, up to which a sequence is a chunk, and from which on its logits are computed twice."""
+    width, vocab, *_ = HEADS[name]
+    lengths = []
+    for kind, entry_bytes in ((FusedExponentials, 2), (Chunk, 4)):
+        length = gpu_head(16_384, width, vocab).rows_of_sequences(kind.holds)
+        held = entry_bytes * vocab + 12 * width
+        assert length * held <= 1.5 * 2**30 < (length + 1) * held
+        assert visited(gpu_head, kind, (width, vocab), [length - 100, 100, 50, length]) == [length, 50, length]
+        assert visited(gpu_head, kind, (width, vocab), [length + 1, 100]) == ["statistics", "gradients"]
+        lengths.append(length)
+    assert f"| {name} | {lengths[0]:,} | {lengths[1]:,} |" in GUIDE
+    assert visited(gpu_head, Chunk, (width, vocab), [9000, 1], chunk_rows=9000) == [9000, 1]
+
+
+def visited(gpu_head, kind, sizes, lengths, **options):
+    """Returns the rows of each chunk of a loss of whole sequences, or the passes where there is one for each."""
+    order = []
+
+    class Visited(kind):
+        def forward(self):
+            order.append(self.rows.count)
+
+        def backward(self, *_):
+            pass
+
+    batch = batch_of(gpu_head(sum(lengths), *sizes, **options))
+    batch.chunk_kind = lambda has_entropy: Visited
+    batch.forward = lambda *_: order.append("statistics")
+    batch.backward = lambda *_, **__: order.append("gradients")
+    loss = Mock(needs_batch=False, needs_sequences=True, return_value=(None, None))
+    loss.gradients.return_value = None, None
+    run(batch, loss, Selection(None, None, None, lengths), gradients=True, has_entropy=False, every_row=False)
+    return order
 
 
 def test_rows_fill_the_waves_of_a_gpu():
-    """17 tiles of rows and 14 of columns are 238 blocks, two waves over 132 multiprocessors as 16 tiles are, and what
-    is left of the batch takes one."""
-    assert rows_on_gpu(16_384, 3584, 2 * 152_064) == 17 * chunk_size.TILE_ROWS
-    assert rows_on_gpu(16_384, 1536, 2 * 151_936) == 22 * chunk_size.TILE_ROWS  # 132 blocks
-    assert rows_on_gpu(16_384, 4096, 2 * 128_256) == 16 * chunk_size.TILE_ROWS  # longer ones fill no more
+    """13 tiles of rows and 14 of columns are 182 blocks, two waves over 132 multiprocessors as 12 tiles are, and 9 are
+    one. Exponentials have even numbers: the clusters of their product are pairs of tiles."""
+
+    def rows(tokens, width, row_bytes, **options):
+        options = dict(dweight_dtype=BFLOAT, multiprocessors=132) | options
+        return chunk_size.rows_of_chunk(tokens, width, row_bytes, BFLOAT, CUDA, **options)
+
+    assert rows(16_384, 3584, 4 * 152_064) == 13 * 128
+    assert rows(65_536, 3584, 2 * 151_936, dweight_dtype=FLOAT, holds="exponentials") == 18 * 128
+    assert rows(16_384, 3584, 2 * 152_064) == 17 * 128 and rows(16_384, 3584, 2 * 152_064, multiprocessors=0) == 2048
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -72,15 +154,18 @@ def test_rows_fill_the_waves_of_a_gpu():
 @pytest.mark.parametrize("vocab", [1000, 32_000, 151_936, 262_144])
 @pytest.mark.parametrize("rounds", [True, False])
 def test_chunks_stay_within_their_bytes_and_few_round(device, grad, vocab, rounds):
-    most, row_bytes = (2**29 if device == CPU else 2**30), 4 * vocab
+    most, row_bytes, dweight = (2**29 if device == CPU else 2**30), 4 * vocab, BFLOAT if rounds else None
     for tokens in (1, 17, 5000, 2**16, 2**23):
-        rows = chunk_size.rows_of_chunk(tokens, 4096, row_bytes, grad, device, rounds=rounds, multiprocessors=132)
+        rows = chunk_size.rows_of_chunk(
+            tokens, 4096, row_bytes, grad, device, dweight_dtype=dweight, multiprocessors=132
+        )
         assert 1 <= rows <= tokens and rows * row_bytes <= most
         assert not rounds or rows >= min(tokens / 8, 0.87 * most / row_bytes)
         assert rows >= min(tokens, 512 if device == CPU else 2048, most // row_bytes // 128 * 128)
         if not rounds:
             assert rows <= (4096 if device == CUDA else 1366)
-    assert chunk_size.rows_of_sequences(row_bytes, device) == (2**29 if device == CPU else 2**32) // row_bytes
+    if device == CPU:
+        assert chunk_size.rows_of_sequences(row_bytes, 4096, device) == most // row_bytes
 
 
 def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):

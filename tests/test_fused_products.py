@@ -52,8 +52,9 @@ def test_bfloat16_is_as_exact_as_eager_with_float32_softmax(name, backend, produ
 @pytest.mark.parametrize("entropy", [True, False])
 def test_logps_without_logits(monkeypatch, products, dtype, entropy, backend):
     """Under no_grad there is no scratch, and no rounding of float32 logits: 2e-5."""
-    logits, config = [], gk.GRPOConfig(temperature=0.7)
+    logits, holds, config = [], [], gk.GRPOConfig(temperature=0.7)
     call_counter(monkeypatch, LMHead, "logits", logits, lambda *_: 1)
+    call_counter(monkeypatch, LMHead, "chunks", holds, lambda self, index, holds="logits": holds)
     batch = half_batch(dtype, config)
     with torch.no_grad():
         found, h = gk.fused_logps(
@@ -61,7 +62,7 @@ def test_logps_without_logits(monkeypatch, products, dtype, entropy, backend):
             logits_dtype=torch.float32,  # what a GPU has by default
         )  # fmt: skip
     exact, exact_entropy = true_logps(batch, config)
-    assert bool(logits) == (not products)
+    assert bool(logits) == (not products) and set(holds) == {"statistics" if products else "logits"}
     if products:
         assert (found - exact).abs().max() <= 2e-5
         assert h is None if not entropy else (h - exact_entropy).abs().max() <= 2e-5

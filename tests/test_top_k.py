@@ -36,7 +36,7 @@ def make_ids(batch: Batch, k: int = K) -> Tensor:
 
 
 def small_chunks(monkeypatch: Any, rows: int = 7) -> None:
-    monkeypatch.setattr(LMHead, "rows_of", lambda self, row_bytes: rows)
+    monkeypatch.setattr(LMHead, "rows_of", lambda self, holds, **_: rows)
 
 
 # --- log-probabilities of K ids ---------------------------------------------------------------------------------------

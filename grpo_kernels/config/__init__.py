@@ -118,8 +118,8 @@ class GRPOConfig(LossConfig):
             products of it (AVX-512, AMX), and float32 for all other 16-bit inputs. Every function that computes logits
             has this option: what is compared, as the two ends of a ratio are, has to be of one type.
         chunk_rows: rows of logits in memory at a time. None: 2,048 to 4,096 on a GPU, of long batches more, within
-            1 GiB; on a CPU 512, of bfloat16 1,366 or more, within 512 MiB. A loss over whole sequences holds the
-            longest of them, up to 4 GiB and 512 MiB.
+            1 GiB, of a frozen lm_head on Hopper 1,024 to 2,048; on a CPU 512, of bfloat16 1,366 or more, within
+            512 MiB. A loss over whole sequences holds the longest of them, up to 1.5 GiB and 512 MiB.
         dweight_sum: "weight", chunks are added in the type of the weight, or "float32": exact up to one rounding, for a
             (V, H) matrix of float32 more. For 16-bit weights; float16 always has float32 sums.
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose

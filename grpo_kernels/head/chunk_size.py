@@ -1,5 +1,5 @@
-"""What a head allocates: which rows it visits, how many rows of logits at a time, in which type, and the memory that
-chunks share."""
+"""What a head allocates: which rows it visits, how many at a time, what it holds of them, in which type, and the memory
+that chunks share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,35 @@ from ..objective.sequences import Sequences
 from .products import cpu_multiplies, returns_float32
 
 _ALIGNMENT = 64  # bytes
-# Bytes of the logits of a chunk, or of what stands in their place, at most; and of a chunk of whole sequences.
-_CPU_BYTES, _GPU_BYTES, _GPU_SEQUENCE_BYTES = 2**29, 2**30, 2**32
+# Bytes of the logits of a chunk on a CPU at most; of a chunk of whole sequences on a GPU, with what its products hold.
+_CPU_BYTES, _GPU_SEQUENCE_BYTES = 2**29, 3 * 2**29
+_PRODUCT_BYTES = 12  # of each hidden dimension of a row: hidden states, scaled ones in float32 and rounded, dlogits W
 # Shares of chunks that are added to a 16-bit dweight at most, where the bytes allow it: each addition rounds, and the
 # error grows with the root of their number.
 _ROUNDED_CHUNKS = 8
 # The result of a product that a thread block computes: what cuBLAS mostly has on Hopper.
 TILE_ROWS, TILE_COLUMNS = 128, 256
-_GPU_TILES = 16, 32  # of TILE_ROWS: 2,048 rows take as long per row as all of a batch, 1,024 up to 9 % longer (H100)
+
+
+class GpuChunk(NamedTuple):
+    """How many rows of a chunk a GPU takes."""
+
+    most_bytes: int
+    fewest_rows: int  # as far as the bytes allow; twice as many at most
+    frozen_rows: int  # the same without dweight, which each chunk reads and writes
+    step: int  # rows that thread blocks compute together
+
+
+# By what a chunk holds: logits, or what a fused product leaves in their place, exponentials or parts of the statistics.
+# With logits 2,048 rows take as long per row as all of a batch, 1,024 up to 9 % longer (H100). Clusters of a fused
+# product are pairs of tiles, and end together with 1,024 rows too. Nothing follows statistics: as many as fit.
+_GPU_CHUNKS = {
+    "logits": GpuChunk(2**30, 2048, 2048, TILE_ROWS),
+    "exponentials": GpuChunk(2**30, 2048, 1024, 2 * TILE_ROWS),
+    "statistics": GpuChunk(2**26, 2**31, 2**31, 2 * TILE_ROWS),
+}
+
+STATISTICS_BYTES = 24  # of a row: in each part of the vocabulary, at most one per multiprocessor, and once more
 
 
 def select_rows(index: Tensor | None, num_tokens: int) -> Rows:
@@ -102,44 +123,53 @@ def rows_of_chunk(
     grad_dtype: torch.dtype,
     device: torch.device,
     *,
-    rounds: bool,
+    holds: str = "logits",
+    dweight_dtype: torch.dtype | None,
     multiprocessors: int = 0,
 ) -> int:
-    """Returns the number of rows of logits at a time, for N tokens and H = width.
+    """Returns the number of rows of a chunk, for N tokens and H = width.
 
-    row_bytes: of a row of logits, or of what a chunk holds in their place.
-    rounds: the contributions of chunks are added to a 16-bit dweight, whose error grows with their number.
+    holds: what a chunk holds of its rows, a key of _GPU_CHUNKS; row_bytes: of a row of that.
+    dweight_dtype: of the sum that the contributions of chunks are added to, whose error grows with their number where
+        it has 16 bits; None: a frozen head has none.
 
-    GPU: 2,048 to 4,096 rows, more for long batches whose dweight rounds. Among these numbers it takes the one whose
+    GPU: rows by _GPU_CHUNKS, more for long batches whose dweight rounds. Among these numbers it takes the one whose
     tiles of dlogits W (P, H) need the fewest waves over the multiprocessors for the whole batch, and of equal ones the
     smallest.
 
     CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth fewer bytes.
     """
+    rounds = dweight_dtype is not None and dweight_dtype.itemsize == 2
     least = -(-num_tokens // _ROUNDED_CHUNKS) if rounds else 1
     if device.type == "cpu":
         return max(
             1, min(max(512 if grad_dtype.itemsize > 2 else 1366, least), max(_CPU_BYTES // row_bytes, 16), num_tokens)
         )
-    fit = max(_GPU_BYTES // row_bytes, 16)
-    first = min(max(_GPU_TILES[0], -(-least // TILE_ROWS)), fit // TILE_ROWS)
+    most_bytes, trained_rows, frozen_rows, step = _GPU_CHUNKS[holds]
+    fewest = frozen_rows if dweight_dtype is None else trained_rows
+    fit = max(most_bytes // row_bytes, 16)
+    first = min(max(fewest, -(-least // step) * step), fit) // step * step
     if first == 0:
         return max(1, min(fit, num_tokens))
-    last = min(max(_GPU_TILES[1], first), fit // TILE_ROWS)
+    last = min(max(2 * fewest, first), fit)
     columns = -(-width // TILE_COLUMNS)
 
-    def waves(tiles: int) -> int:
-        full, rest = divmod(-(-num_tokens // TILE_ROWS), tiles)
-        return full * -(-tiles * columns // multiprocessors) + -(-rest * columns // multiprocessors)
+    def waves(rows: int) -> int:
+        full, rest = divmod(num_tokens, rows)
+        blocks = (-(-n // TILE_ROWS) * columns for n in (rows, rest))
+        of_full, of_rest = (-(-n // multiprocessors) for n in blocks)
+        return full * of_full + of_rest
 
-    tiles = min(range(first, last + 1), key=waves) if multiprocessors else first
-    return max(1, min(tiles * TILE_ROWS, num_tokens))
+    rows = min(range(first, last + 1, step), key=waves) if multiprocessors else first
+    return max(1, min(rows, num_tokens))
 
 
-def rows_of_sequences(row_bytes: int, device: torch.device) -> int:
+def rows_of_sequences(row_bytes: int, width: int, device: torch.device) -> int:
     """Returns the most rows of a chunk of whole sequences. The logits of a longer sequence are computed a second
     time."""
-    return max((_CPU_BYTES if device.type == "cpu" else _GPU_SEQUENCE_BYTES) // row_bytes, 16)
+    if device.type == "cpu":
+        return max(_CPU_BYTES // row_bytes, 16)
+    return max(_GPU_SEQUENCE_BYTES // (row_bytes + _PRODUCT_BYTES * width), 16)
 
 
 def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -192,7 +192,7 @@ class KeptLogits(HeldLogits):
         of other tokens are not defined, and nothing reads them."""
         return self._local_ids
 
-    def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> Sequence[Rows]:
+    def chunks(self, index: Tensor | None, holds: str = "logits") -> Sequence[Rows]:
         """Returns all matrices; `index` is None."""
         assert index is None
         return self.matrices

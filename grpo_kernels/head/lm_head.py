@@ -24,6 +24,7 @@ from torch import Tensor
 from ..checks.plain import materialized
 from ..kernels.operations import Backend, KeptPairs, Rows
 from .chunk_size import (
+    STATISTICS_BYTES,
     ChunkTypes,
     Scratch,
     multiprocessors_of,
@@ -143,11 +144,14 @@ class LMHead:
         entry_bytes = types.logits.itemsize + (0 if types.in_place else types.gradients.itemsize)
         entry_bytes += 0 if teacher_dtype is None else teacher_dtype.itemsize
         vocab_rows = len(weight) if vocab_slice is None else max(vocab_slice.sizes)
-        row_bytes = vocab_rows * entry_bytes
-        self._chunk_rows, self._vocab_rows = chunk_rows, vocab_rows
-        self.rows = self.rows_of(row_bytes)
-        self.sequence_rows = chunk_rows or rows_of_sequences(row_bytes, device)
-        shape = len(weight), self._length(self.num_tokens, self.rows)
+        self._multiprocessors = multiprocessors_of(device) if vocab_slice is None else vocab_slice.multiprocessors
+        self._row_bytes = {
+            "logits": vocab_rows * entry_bytes,
+            "exponentials": vocab_rows * types.gradients.itemsize,
+            "statistics": STATISTICS_BYTES * (self._multiprocessors + 1),
+        }
+        self._chunk_rows = chunk_rows
+        shape = len(weight), self._length(self.num_tokens, self.rows_of("logits"))
         self.scratch = Scratch(*shape, self.logits_dtype, self.grad_dtype, device, teacher_dtype)
 
     @cached_property
@@ -161,26 +165,34 @@ class LMHead:
 
     # --- chunks and their buffers ---------------------------------------------------------------------------------
 
-    def rows_of(self, row_bytes: int) -> int:
-        """Returns the number of rows of a chunk that holds `row_bytes` of each."""
+    def rows_of(self, holds: str, *, copies_hidden: bool = False) -> int:
+        """Returns the number of rows of a chunk that holds "logits", "exponentials" or "statistics" of them.
+
+        copies_hidden: its hidden states are copied, which is most of what a chunk without logits holds.
+        """
         if self._chunk_rows is not None:
             return self._chunk_rows
-        device = self.hidden.device
-        multiprocessors = multiprocessors_of(device) if self.vocab_slice is None else self.vocab_slice.multiprocessors
+        row_bytes, width = self._row_bytes[holds], self.weight.shape[1]
+        if copies_hidden and holds == "statistics":
+            row_bytes += width * self.hidden.itemsize
         return rows_of_chunk(
-            self.num_tokens, self.weight.shape[1], row_bytes, self.grad_dtype, device,
-            rounds=self.wants[1] and self.held_dtypes[1].itemsize == 2, multiprocessors=multiprocessors,
+            self.num_tokens, width, row_bytes, self.grad_dtype, self.hidden.device, holds=holds,
+            dweight_dtype=self.held_dtypes[1] if self.wants[1] else None, multiprocessors=self._multiprocessors,
         )  # fmt: skip
 
-    def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> list[Rows]:
-        """Returns the tokens `index` (None: all) in chunks of logits, or else of what has the type of gradients."""
-        rows = select_rows(index, self.num_tokens)
-        max_rows = self.rows if holds_logits else self.rows_of(self._vocab_rows * self.grad_dtype.itemsize)
-        return rows.split(self._length(rows.count, max_rows))
+    def rows_of_sequences(self, holds: str) -> int:
+        """Returns the most rows of a chunk of whole sequences."""
+        return self._chunk_rows or rows_of_sequences(self._row_bytes[holds], self.weight.shape[1], self.hidden.device)
 
-    def reserve(self, counts: Sequence[int]) -> None:
-        """Prepares for chunks of so many rows."""
-        self.scratch.rows = max([self.scratch.rows, *counts])
+    def chunks(self, index: Tensor | None, holds: str = "logits") -> list[Rows]:
+        """Returns the tokens `index` (None: all) in chunks; `holds` as in `rows_of`."""
+        rows = select_rows(index, self.num_tokens)
+        copies_hidden = rows.index is not None or self.flat_hidden is None or self.row_mask is not None
+        return rows.split(self._length(rows.count, self.rows_of(holds, copies_hidden=copies_hidden)))
+
+    def reserve(self, holds: str, counts: Sequence[int] = ()) -> None:
+        """Prepares for chunks of the usual rows, or of so many."""
+        self.scratch.rows = max([self._length(self.num_tokens, self.rows_of(holds)), *counts])
 
     def _length(self, count: int, max_rows: int) -> int:
         """Returns the rows of the parts that `count` rows are cut into. On a CPU they are nearly equal. A GPU computes
@@ -368,14 +380,19 @@ class HeldLogits:
 
     backend: Backend
     num_tokens: int
-    rows = sequence_rows = 0
     fused_products: tuple[str, ...] = ()
     takes_exponentials = False
     logits_dtype: torch.dtype
     folded_bias: Tensor | None = None
     vocab_slice: VocabSlice | None = None
 
-    def reserve(self, counts: Sequence[int]) -> None:
+    def rows_of(self, holds: str) -> int:
+        """Returns the number of all rows: all sequences are one chunk."""
+        return self.num_tokens
+
+    rows_of_sequences = rows_of
+
+    def reserve(self, holds: str, counts: Sequence[int] = ()) -> None:
         """Does nothing: the logits are in memory already."""
 
     def row_gradients(self, rows: Rows, logits: Tensor) -> Tensor:
@@ -390,12 +407,11 @@ class GivenLogits(HeldLogits):
     def __init__(self, logits: Tensor, backend: Backend) -> None:
         self.buffer, self.grad_dtype, self.backend = logits, logits.dtype, backend
         self.num_tokens, self.vocab_size = logits.shape
-        self.rows = self.sequence_rows = self.num_tokens  # all sequences are one chunk
 
     def local_ids(self, ids: Tensor) -> Tensor:
         return ids
 
-    def chunks(self, index: Tensor | None, *, holds_logits: bool = True) -> list[Rows]:
+    def chunks(self, index: Tensor | None, holds: str = "logits") -> list[Rows]:
         """Returns all rows as one chunk; `index` is None."""
         assert index is None
         return [Rows(0, self.num_tokens)] if self.num_tokens else []

@@ -98,20 +98,22 @@ class TokenBatch:
     def chunks(self, index: Tensor | None, kind: type[Chunk]) -> list[Chunk]:
         """Returns the chunks of the tokens `index`; None: of all tokens. Those of a chunk have one teacher."""
         parts = [(0, index)] if self.several_teachers is None else self.several_teachers.split(index)
+        self.head.reserve(kind.holds)
         return [
             kind(self, rows, teacher_number=number)
             for number, tokens in parts
-            for rows in self.head.chunks(tokens, holds_logits=kind.holds_logits)
+            for rows in self.head.chunks(tokens, kind.holds)
         ]
 
     def sequences(self, index: Tensor | None, lengths: list[int], kind: type[Chunk]) -> list[Chunk]:
         """Returns chunks of whole sequences, which have `lengths` tokens each among the tokens `index`."""
-        head, chunks = self.head, []
-        rows, max_rows = select_rows(index, head.num_tokens), min(head.sequence_rows, max(head.rows, *lengths, 1))
+        head, holds, chunks = self.head, kind.holds, []
+        rows = select_rows(index, head.num_tokens)
+        max_rows = min(head.rows_of_sequences(holds), max(head.rows_of(holds), *lengths, 1))
         for start, stop, sequences in sequence_chunks(lengths, max_rows):
             chunk_rows = Rows(start, stop, None if rows.index is None else rows.index[start:stop])
             chunks.append(kind(self, chunk_rows, sequences))
-        head.reserve([chunk.rows.count for chunk in chunks])
+        head.reserve(holds, [chunk.rows.count for chunk in chunks])
         return chunks
 
     @property
@@ -154,7 +156,7 @@ class TokenBatch:
             for chunk in self.chunks(index, Chunk):
                 chunk.forward()
             return
-        for rows in self.head.chunks(index):
+        for rows in self.head.chunks(index, "statistics"):
             self.store_statistics(rows, fused(self.head_chunk(rows), entropy=entropy))
 
     def backward(self, dlogp: Tensor, dentropy: Tensor, *, every_row: bool = False) -> None:
@@ -246,7 +248,7 @@ class TokenBatch:
 class Chunk:
     """Tokens whose logits are computed, or in memory already. Their gradient overwrites the logits."""
 
-    holds_logits = True  # else what it holds has the type of gradients
+    holds = "logits"  # as in LMHead.rows_of
 
     def __init__(
         self, batch: TokenBatch, rows: Rows, sequences: slice | None = None, *, teacher_number: int = 0
@@ -344,7 +346,7 @@ class Exponentials(Chunk):
 class FusedExponentials(Exponentials):
     """Tokens whose product stores exponentials in place of logits."""
 
-    holds_logits = False
+    holds = "exponentials"
 
     def forward(self) -> None:
         batch, head = self.batch, self.batch.head
@@ -376,8 +378,8 @@ def run(
     """
     if batch.teacher is not None:
         batch.normalise_teacher(selection.scored)
-    lengths = selection.lengths
-    fits = lengths is not None and max(lengths, default=0) <= batch.head.sequence_rows
+    kind, lengths = batch.chunk_kind(has_entropy), selection.lengths
+    fits = lengths is not None and max(lengths, default=0) <= batch.head.rows_of_sequences(kind.holds)
     fits = fits and batch.several_teachers is None  # the tokens of a sequence may have different ones
     if not gradients or loss.needs_batch or (loss.needs_sequences and not fits):
         batch.forward(selection.scored)
@@ -386,7 +388,6 @@ def run(
         return
     if selection.scored_only is not None:
         batch.forward(selection.scored_only)
-    kind = batch.chunk_kind(has_entropy)
     if loss.needs_sequences and lengths is not None:
         chunks = batch.sequences(selection.has_gradient, lengths, kind)
     else:
