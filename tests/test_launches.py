@@ -9,7 +9,7 @@ from helpers import leaves, make_batch, off_policy, use_mask_path
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
-from grpo_kernels.head import chunk_size, kept, loss_op
+from grpo_kernels.head import chunk_size, k_ids, kept, loss_op
 
 # They run no kernel; torch.where makes a tensor of a number on the host.
 NO_KERNEL = (
@@ -118,3 +118,12 @@ def test_kept_ids(launches, monkeypatch):
         found.append(len(loss))
     assert found[0] <= 60, loss
     assert found[1] - found[0] <= 5, loss
+
+
+@pytest.mark.parametrize(("bias", "most"), [(None, 80), (torch.empty(151_936, device="meta"), 120)])
+def test_the_likeliest_ids_of_a_chunk_on_a_gpu(bias, most):
+    """K = 100 of 2,048 rows; a bias is added to a part of the logits at a time, and searched with all of them."""
+    logits = torch.empty(2048, 151_936, device="meta")
+    with LaunchRecorder() as recorder:
+        assert k_ids.top_k(logits, bias, 100).shape == (2048, 100)
+    assert len(recorder.names) <= most

@@ -190,7 +190,7 @@ def test_gradients_of_infinite_logits_and_equal_calls():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_top_k_of_a_matrix(vocab, dtype, monkeypatch):
     """As a stable sort has them, ties by column, with zeros of both signs and infinities, in pieces."""
-    monkeypatch.setattr(k_ids, "COPIED_ELEMENTS", 1000)
+    monkeypatch.setitem(k_ids.COPIED_ELEMENTS, "cpu", 1000)
     g = torch.Generator().manual_seed(0)
     x = torch.randn(17, vocab, generator=g)
     for rows in (x * 2, (x * 2).round(), (x > 1.5) * 1.0):

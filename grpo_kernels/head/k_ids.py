@@ -23,8 +23,8 @@ from .vocab_parallel import VocabSlice
 
 # The search for the likeliest ids. BLOCKS: columns of a block whose maximum is taken, 32 where torch has vector
 # instructions for it and there are many more blocks than K, else 8. With fewer than DIRECT * K logits blocks gain
-# nothing. At most COPIED_ELEMENTS logits are copied at a time.
-BLOCKS, DIRECT, COPIED_ELEMENTS = (8, 32), 16, 2**22
+# nothing. At most COPIED_ELEMENTS logits are copied at a time: on a CPU its cache has them, a GPU takes few launches.
+BLOCKS, DIRECT, COPIED_ELEMENTS = (8, 32), 16, {"cpu": 2**22, "cuda": 2**24}
 
 
 class TopKGradient(NamedTuple):
@@ -259,17 +259,21 @@ def top_k(logits: Tensor, bias: Tensor | None, k: int) -> Tensor:
     """Returns the columns of the k largest logits (C, V) + bias (V,), the largest first, ties by column: (C, k)."""
     vocab_size = logits.shape[1]
     slow = logits.device.type == "cpu" and logits.dtype.itemsize == 2  # torch's maximum of 16 bits on a CPU
-    copies = slow or bias is not None or vocab_size < DIRECT * k
-    size = max(1, COPIED_ELEMENTS // (vocab_size if copies else BLOCKS[1] * k))
+    copied = vocab_size if slow or vocab_size < DIRECT * k else BLOCKS[1] * k
+    size = _rows_at_once(logits, copied)
     if len(logits) > size:
         return torch.cat([top_k(x, bias, k) for x in logits.split(size)])
-    u = logits.float() if slow else logits
-    return _largest(u if bias is None else u + bias, k)
+    return _largest(logits.float() if slow else logits, k, bias)
 
 
-def _largest(u: Tensor, k: int, in_order: bool = True) -> Tensor:
-    """Returns the columns of the k largest u (C, n), ties by column: (C, k), the largest first, or in order of the
-    columns.
+def _rows_at_once(logits: Tensor, copied: int) -> int:
+    """Returns how many rows are searched together, of which `copied` numbers each are copied."""
+    return max(1, COPIED_ELEMENTS.get(logits.device.type, COPIED_ELEMENTS["cuda"]) // copied)
+
+
+def _largest(u: Tensor, k: int, bias: Tensor | None = None, in_order: bool = True) -> Tensor:
+    """Returns the columns of the k largest u (C, n) + bias (n,), ties by column: (C, k), the largest first, or in order
+    of the columns.
 
     All of them lie in the k blocks of columns with the largest maxima, ties by block: if one did not, each of these
         blocks would have an element before it. The maxima, and then the elements of these blocks, are searched in the
@@ -277,13 +281,19 @@ def _largest(u: Tensor, k: int, in_order: bool = True) -> Tensor:
     """
     n = u.shape[1]
     if n < DIRECT * k:
-        return _largest_of_few(u, k, in_order)
+        return _largest_of_few(u if bias is None else u + bias, k, in_order)
     block = BLOCKS[n > 8 * DIRECT * k]
     end = n // block * block
-    blocks = u[:, :end].unflatten(1, (-1, block))
-    block_ids = _largest(blocks.amax(2), k, in_order=False)
-    candidates = _of_columns(blocks, block_ids).flatten(1)
-    candidate_ids = _largest(torch.cat([candidates, u[:, end:]], 1) if end < n else candidates, k, in_order)
+    blocks, rest = u[:, :end].unflatten(1, (-1, block)), u[:, end:]
+    if bias is None:
+        maxima = blocks.amax(2)
+    else:  # logits with their bias are a copy
+        bias_blocks, rest = bias[:end].view(-1, block), rest + bias[end:]
+        maxima = torch.cat([(x + bias_blocks).amax(2) for x in blocks.split(_rows_at_once(u, n))])
+    block_ids = _largest(maxima, k, in_order=False)
+    candidates = _of_columns(blocks, block_ids)
+    candidates = (candidates if bias is None else candidates + bias_blocks[block_ids]).flatten(1)
+    candidate_ids = _largest(torch.cat([candidates, rest], 1) if end < n else candidates, k, in_order=in_order)
     block_of = candidate_ids // block
     columns = block_ids.gather(1, block_of.clamp(max=k - 1)) * block + candidate_ids % block
     return torch.where(block_of < k, columns, candidate_ids + (end - k * block)) if end < n else columns
