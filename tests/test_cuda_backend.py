@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import warnings
+from dataclasses import replace
 from email.message import Message
 from types import ModuleType, SimpleNamespace
 
@@ -169,6 +170,24 @@ def test_what_it_lacks_is_tritons_or_torchs(machine, monkeypatch):
     monkeypatch.setattr(cuda_backend, "load_triton", lambda: (None, "too old"))
     found, _ = cuda_backend.load()
     assert found.sparse_gradient is TORCH.sparse_gradient and found.fused_logp.__self__.module is machine.module
+
+
+@pytest.mark.parametrize("pay", [False, True])
+def test_where_it_has_no_products_those_of_triton_serve_once_they_pay(machine, monkeypatch, pay):
+    from grpo_kernels.kernels.launch import LAUNCHES
+    from grpo_kernels.kernels.triton.backend import TRITON
+
+    machine.has(has_products=False)
+    monkeypatch.setitem(LAUNCHES, "interpreter", LAUNCHES["sm100"]._replace(products_pay=pay))
+    table = replace(TRITON, fused_logp=lambda *given: given, fused_exponentials=lambda *given: given)
+    monkeypatch.setattr(cuda_backend, "load_triton", lambda: (table, ""))
+    found, _ = cuda_backend.load()
+    hidden, weight = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert found.fused_products(hidden, weight) == (("exponentials", "logp") if pay else ())
+    chunk, out = SimpleNamespace(hidden=hidden), torch.zeros(2, 8)
+    assert found.fused_logp(chunk, True) == (chunk, True) and found.fused_exponentials(chunk, out) == (chunk, out)
+    monkeypatch.setattr(cuda_backend, "load_triton", lambda: (None, "too old"))
+    assert cuda_backend.load()[0].fused_products(hidden, weight) == ()
 
 
 def test_an_installation_without_cuda_kernels_is_a_choice(machine):

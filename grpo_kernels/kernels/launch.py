@@ -50,6 +50,7 @@ LAUNCHES = {
     "sm80": Launch(),
     "sm86": Launch(),
     "sm90": Launch(fused_logp=_HOPPER, fused_exponentials=_HOPPER, products_pay=True),
+    # Compiled, not yet run: with products_pay=True they serve on both backends.
     "sm100": Launch(fused_logp=_HOPPER, fused_exponentials=_HOPPER._replace(num_stages=3)),
     "gfx9": Launch(),
     # On a CPU, where the time goes by the number of operations.

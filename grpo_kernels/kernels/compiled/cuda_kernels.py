@@ -36,7 +36,9 @@ class CudaKernels:
         self.device_type = device_type
 
     def over(self, others: Backend) -> Backend:
-        """Returns the table of these operations, and of `others` for what the module lacks."""
+        """Returns the table of these operations, and of `others` for what the module lacks: where it has no fused
+        products, theirs."""
+        self.others = others
         return replace(
             others, name="cuda", statistics=self.statistics, gradient=self.gradient, objective=self.objective,
             scale=self.scale, exponentials=self.exponentials, fused_exponentials=self.fused_exponentials,
@@ -84,23 +86,31 @@ class CudaKernels:
 
     def fused_products(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         """Returns the fused products that serve: on compute capability 9.0, where they are measured to be faster than
-        the library's product."""
+        the library's product; elsewhere those of the other backend."""
+        if not self._has_products(weight.device):
+            return self.others.fused_products(hidden, weight) if self.others.fused_products else ()
         if not multiplies_by_tma(hidden, weight):
             return ()
-        with _on(weight.device):
-            if not self.module.has_products():
-                return ()
         # float16 cannot hold e^(z - z_id); on a CPU rows of exponentials may begin off the alignment.
         aligned = chunk_row_stride(len(weight), weight.device) % 8 == 0
         return ("logp", "exponentials") if weight.dtype == torch.bfloat16 and aligned else ("logp",)
 
     def fused_logp(self, head: HeadChunk, entropy: bool) -> Statistics:
         """Returns the statistics (C,) of a chunk. The entropy comes with the rest, whether it is wanted or not."""
+        if self.others.fused_logp and not self._has_products(head.hidden.device):
+            return self.others.fused_logp(head, entropy)
         return self._fused(self.module.fused_logp, head)
 
     def fused_exponentials(self, head: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
+        if self.others.fused_exponentials and not self._has_products(out.device):
+            return self.others.fused_exponentials(head, out)
         row_scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
         return self._fused(self.module.fused_exponentials, head, out, row_scale), row_scale
+
+    def _has_products(self, device: torch.device) -> bool:
+        with _on(device):
+            has_products: bool = self.module.has_products()
+        return has_products
 
     def _fused(
         self, function: Callable[..., None], head: HeadChunk, out: Tensor | None = None, *row_scale: Tensor
