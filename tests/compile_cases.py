@@ -124,7 +124,8 @@ def fused_logp(read: HeadChunk, entropy: bool = True) -> object:
 
 
 def fused_exponentials(read: HeadChunk) -> object:
-    return BACKEND.fused_exponentials(read, torch.empty(len(read.hidden), len(read.weight), dtype=HALF))
+    vocab = len(read.weight)
+    return BACKEND.fused_exponentials(read, scratch(len(read.hidden), HALF, vocab)[:, :vocab])
 
 
 def objective(rows: int, *, indexed: bool = False, whole: bool = False, bare: bool = False, **options: Any) -> object:
@@ -212,6 +213,9 @@ CASES = {
     ),
     "fused_exponentials, bf16, odd V": Case(
         lambda n: fused_exponentials(head(n, vocab=ODD_VOCAB)), "exponential_kernel"
+    ),
+    "fused_exponentials, bf16, V = 151,936": Case(
+        lambda n: fused_exponentials(head(n, vocab=151936)), "exponential_kernel"
     ),
     "objective": Case(lambda n: objective(n, beta=0.1)),
     "objective, index, CISPO, k2": Case(
