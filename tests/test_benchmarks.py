@@ -176,6 +176,16 @@ def test_a_time_of_fewer_rounds_is_none():
     assert "seconds" in found["ours"] and found["floor"] == {"title": "bare matrix products", "error": process.NOT_RUN}
 
 
+def test_ratios_by_round_do_not_see_a_clock_that_drifts():
+    floor_times = [1.0 + number for number in range(15)]
+    ratios = [1 + number * 2**-7 for number in (9, 4, 12, 1, 15, 7, 2, 8, 14, 5, 3, 11, 6, 13, 10)]
+    ours = measure._timed([floor * ratio for floor, ratio in zip(floor_times, ratios, strict=True)])
+    reports = {"floor": measure._timed(floor_times), "ours": ours, "eager": measure._timed([3.0])}
+    measure._add_ratios(reports)
+    found = [[report["ratio_by_round"][key] for key in ("low", "median", "high")] for report in reports.values()]
+    assert found == [[1.0] * 3, [1 + number * 2**-7 for number in (4, 8, 12)], [3.0] * 3]
+
+
 def hang(on_progress):
     time.sleep(600)
 

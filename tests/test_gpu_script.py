@@ -1,17 +1,25 @@
-"""bench/gpu.py without a GPU: what crashes, hangs or gives wrong results costs itself alone; peers arrive in parts."""
+"""bench/gpu.py without a GPU: a stage has its share of the time; what crashes, hangs or is wrong costs itself alone;
+peers arrive in parts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import types
 from pathlib import Path
 
 import gpu
+import pytest
+
+from grpo_kernels.commands.bench.cases import SETS
+from grpo_kernels.commands.bench.table import select
 
 ROOT = Path(__file__).resolve().parents[1]
 # Python imports this when it starts. The crash at large vocabularies is found by the headline, not by the check.
@@ -33,7 +41,7 @@ if not any(word in " ".join(sys.orig_argv) for word in others):
         def gradient(chunk, dlogp, dentropy, out):
             table.gradient(chunk, dlogp, dentropy, out)
             if name == "cuda":
-                out.dlogits[:, ::2] = 0
+                out[:, ::2] = 0
 
         return replace(table, name=name, statistics=statistics, gradient=gradient), ""
 
@@ -47,7 +55,6 @@ import os, time, pytest
 
 broken = False
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("what", ["passes", "crashes", "hangs", "2", "fails", "3", "4", "5", "of-cuda"])
 def test_of_a_device(what):
     global broken
@@ -93,6 +100,67 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     assert "Timeout (0:00:15)" in output.with_suffix(".log").read_text()
     assert not any("cuda" in name for name in found["tests"])
     assert "left out: triton: headline tiny step: ours-triton: " in ended.stdout
+
+
+DOCUMENTED = re.findall(r"python bench/gpu.py (--output .*)", (ROOT / "bench" / "README.md").read_text())
+# Of planted processes; the three of check are one after another here.
+SECONDS = dict(env=8, check=8, headline=120, peers=140, pytest=400, sampling=70, trainer=80) | {"setup.py": 5}
+
+
+class Planted:
+    """A process that takes as long as its command says, or for ever, on a clock that nothing else moves."""
+
+    now, hanging = 0.0, ()
+
+    def __init__(self, command, stdout, **_):
+        self.pid, self.returncode = 2**30, 0
+        self.left_s = next((s for word, s in SECONDS.items() if word in command), 0)
+        self.left_s = math.inf if any(word in command for word in self.hanging) else self.left_s
+        if "nvidia-smi" in command:
+            self.command, _ = command, os.write(stdout.fileno(), b"1755, 2619, [N/A], 40\n1980, 2619, [N/A], 60\n198")
+
+    def wait(self, timeout=0.0):
+        took = max(0.0, min(self.left_s, timeout))
+        Planted.now, self.left_s = Planted.now + took, self.left_s - took
+        if self.left_s > 0:
+            raise subprocess.TimeoutExpired("a planted process", timeout)
+
+    def kill(self):
+        assert "--id=0" in self.command
+
+
+@pytest.mark.parametrize("hanging", [(), ("setup.py",), tuple(SECONDS)])
+def test_every_stage_of_the_documented_calls_has_its_share_of_the_time(monkeypatch, tmp_path, hanging):
+    monkeypatch.setattr(Planted, "now", 0.0)
+    monkeypatch.setattr(Planted, "hanging", hanging)
+    clock = types.SimpleNamespace(monotonic=lambda: Planted.now, strftime=lambda *_: "", gmtime=lambda: None)
+    monkeypatch.setattr(gpu, "time", clock)
+    monkeypatch.setattr(gpu.subprocess, "Popen", Planted)
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: name)
+    assert len(DOCUMENTED) == 2
+    for call in DOCUMENTED:
+        arguments, begin = re.sub(r"--(output|peers) \S+", "", call).split(), Planted.now
+        minutes = float(arguments[arguments.index("--minutes") + 1])
+        gpu.main(["--output", str(tmp_path / "gpu.json"), *arguments])
+        found = json.loads((tmp_path / "gpu.json").read_text())
+        stages, all_hang = found["stages"], "env" in hanging
+        names = arguments[arguments.index("--stages") + 1 :]
+        assert Planted.now - begin <= 60 * minutes + 1e-6
+        for name in names:
+            share_s = 60 * minutes * gpu.SHARES[name] / sum(gpu.SHARES[other] for other in names)
+            took_s, is_cut = stages[name]["seconds"], gpu.IS_OVER in str(stages[name].get("failures"))
+            assert is_cut == (all_hang or name == "tests"), stages[name]
+            assert abs(took_s - share_s) < 0.1 if all_hang else took_s > min(share_s, SECONDS.get(name, 0)) - 0.1, name
+        assert bool(found["left_out"]) == all_hang, "a build that hangs leaves time to ask for backends"
+        assert stages["build"]["clocks"]["sm_mhz"] == [1755, 1867.5, 1980]
+
+
+@pytest.mark.parametrize("stage", ["headline", "peers"])
+def test_the_rehearsal_of_a_stage_has_what_its_set_has(stage):
+    name, rounds, (_, *against) = gpu.BENCHES[stage]
+    assert rounds == 15 and all(
+        set(select(job.against)) == {"ours", "floor", *select(against)} for job in SETS[name]["cuda"]
+    )
 
 
 def packed_peers(folder: Path, content: str) -> list[Path]:

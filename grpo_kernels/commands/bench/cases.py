@@ -123,6 +123,8 @@ RIVALS = (
 NEAREST = (*BARE, "compiled", "torch*", "trl", "liger")
 TEACHERS = (*BARE, "compiled", "trl", "liger")
 PEERS = (*BARE, "torch*", "trl", "liger", "liger-native", "verl", "quack")
+FASTEST = ("ours", "floor", "trl", "liger-native", "torch", "torch-chunked", "quack")
+HEADLINE = ("ours", "ours-cuda", "ours-triton", "ours-sparse", "ours-rows-*", "ours-dweight-*", "floor")
 IDLE = ("ours", "ours-unscored", "floor")
 MASKED = ("ours", "ours-unmasked", "floor")
 SPARSE = ("ours", "ours-2^-*", "floor")
@@ -214,10 +216,15 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs(_counts("qwen2.5-1.5b", 1024), BARE),
         ],
     },
-    # Every backend of this library, and the three bare products.
+    # Every backend of this library, other chunks and another sum over them, and the three bare products.
     "headline": {
         "cpu": _jobs("smollm2-135m:2048", ("ours", "ours-cpu", "ours-torch", "floor"), dtype=BOTH, length=256),
-        "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda", "ours-triton", "ours-sparse", "floor")),
+        "cuda": _jobs(_GPU_HEADS, HEADLINE),
+    },
+    # Peers that may come near ours on a GPU; the set heads has all of them.
+    "peers": {
+        "cpu": _jobs("smollm2-135m:2048", FASTEST, length=256),
+        "cuda": _jobs(_GPU_HEADS, FASTEST),
     },
     # Time of the host: the products take next to none.
     "host": {

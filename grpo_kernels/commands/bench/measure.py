@@ -149,11 +149,18 @@ def _timed(times: list[float]) -> dict[str, Any]:
 
 
 def _add_ratios(reports: Reports) -> None:
-    """Adds to reports the ratios of their medians to those of BASES, and of the median of ours to theirs."""
+    """Adds to reports the ratios of their medians to those of BASES, of the median of ours to theirs, and the median
+    and quartiles of the ratios to the floor's time in the same round, from which a clock that drifts is gone."""
     medians = {name: report["seconds"]["median"] for name, report in reports.items() if "seconds" in report}
+    floor_times = reports["floor"]["seconds"]["times"] if "floor" in medians else []
     for name, median in medians.items():
         reports[name] |= {f"ratio_to_{base}": median / medians[base] for base in BASES if base in medians}
         reports[name] |= {"ours_to_this": medians["ours"] / median} if "ours" in medians else {}
+        if ratios := [
+            time / floor for time, floor in zip(reports[name]["seconds"]["times"], floor_times, strict=False)
+        ]:
+            quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            reports[name]["ratio_by_round"] = dict(zip(("low", "median", "high"), quartiles, strict=True))
 
 
 def interleave(

@@ -121,6 +121,10 @@ def _table() -> dict[str, Implementation]:
         table[f"ours-{name}"] = Implementation(f"ours, sparse_backward={title}", step, estimate=True)
     for chunks in (1, 8):
         table[f"ours-{chunks}-chunks"] = Implementation(f"ours, chunks: {chunks}", partial(ours, chunks=chunks))
+    for rows in (1024, 4096):
+        table[f"ours-rows-{rows}"] = Implementation(f"ours, chunk_rows={rows}", partial(ours, chunk_rows=rows))
+    step = partial(ours, dweight_sum="float32")
+    table["ours-dweight-float32"] = Implementation("ours, dweight_sum=float32", step)
     # In float32, because rounding the logits would hide the rounding of sums.
     ours_float32 = partial(ours, logits_dtype=torch.float32)
     table["ours-float32"] = Implementation("ours, logits_dtype=float32", ours_float32)
