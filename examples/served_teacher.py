@@ -5,7 +5,7 @@ r"""On-policy distillation over the whole vocabulary from a model behind a vLLM 
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [36]}}}' \
         --kv-transfer-config '{"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": "/dev/shm/hidden_states"}}'
-    python examples/served_teacher.py --server http://localhost:8000 --model Qwen/Qwen3-8B
+    python examples/served_teacher.py --server http://localhost:8000 --folder /dev/shm/hidden_states
 
 36 is the number of the model's layers: states of the last one, in the type of the weights (16 bits), one file for each
 request in a folder that both sides see. They are not normalised. The last norm and the lm_head, which is all that is
@@ -34,18 +34,20 @@ def load_head(model):
     return AutoModelForCausalLM.from_pretrained(model, num_hidden_layers=0, dtype=torch.bfloat16)
 
 
-def ask(server, model, ids):
+def ask(server, folder, model, ids):
     """Returns the states (len(ids), H') of the teacher's last layer at these ids, a prompt and its completion."""
     body = {"model": model, "prompt": ids, "max_tokens": 1}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{server}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as answer:
-        return read_states(json.load(answer)["kv_transfer_params"]["hidden_states_path"], ids)
+        return read_states(folder, json.load(answer)["kv_transfer_params"]["hidden_states_path"], ids)
 
 
-def read_states(path, ids):
-    """Waits until the server has written a file, reads it and removes it."""
+def read_states(folder, path, ids):
+    """Waits until the server has written a file, reads it and removes it: in no other folder, whatever it answers."""
     path, lock = Path(path), Path(f"{path}.lock")
+    if path.resolve().parent != Path(folder).resolve():
+        raise ValueError(f"the server names the file {path}; expected one in {folder}")
     with lock.open() as writing:
         fcntl.flock(writing, fcntl.LOCK_SH)
         saved = load_file(path)
@@ -72,7 +74,7 @@ def write_states(model, ids, folder):
     found = []
     with model.base_model.norm.register_forward_pre_hook(lambda norm, given: found.append(given[0])), torch.no_grad():
         model(torch.tensor([ids]))
-    path = Path(folder, "request.safetensors")
+    path = Path(folder, f"request-{len(ids)}.safetensors")
     save_file({"hidden_states": found[0][0, :, None].contiguous(), "token_ids": torch.tensor(ids)}, path)
     Path(f"{path}.lock").touch()
     return path
@@ -81,18 +83,20 @@ def write_states(model, ids, folder):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server")
+    parser.add_argument("--folder", default="/dev/shm/hidden_states", help="shared_storage_path of the server")
     parser.add_argument("--model", default="Qwen/Qwen3-8B")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     prompt, completions = [5, 9, 2], [[7, 1, 30, 4], [8, 11]]
     if chosen.server:
         head = load_head(chosen.model)
-        states = [ask(chosen.server, chosen.model, prompt + ids) for ids in completions]
+        states = [ask(chosen.server, chosen.folder, chosen.model, prompt + ids) for ids in completions]
     else:
         sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
         head = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).to(torch.bfloat16)
         with tempfile.TemporaryDirectory() as folder:
-            states = [read_states(write_states(head, prompt + ids, folder), prompt + ids) for ids in completions]
+            paths = [write_states(head, prompt + ids, folder) for ids in completions]
+            states = [read_states(folder, path, prompt + ids) for path, ids in zip(paths, completions, strict=True)]
     teacher = make_teacher(head, states, completions)
 
     # In a trainer: the policy's hidden states at these tokens, and its lm_head.

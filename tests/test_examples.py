@@ -63,7 +63,7 @@ def test_served_hidden_states_make_the_logits_of_the_teacher(family, tmp_path, m
 
     monkeypatch.setattr("urllib.request.urlopen", answer)
     prompt, completions = [5, 9, 2], [[7, 1, 30, 4], [8, 11]]
-    states = [example.ask("http://localhost", "model", prompt + ids) for ids in completions]
+    states = [example.ask("http://localhost", served, "model", prompt + ids) for ids in completions]
     assert not list(served.iterdir()) and all(x.dtype == torch.bfloat16 for x in states)
     teacher = example.make_teacher(example.load_head(tmp_path / "model"), states, completions)
     head = HeadInputs(teacher.hidden, teacher.weight, None)
@@ -72,7 +72,12 @@ def test_served_hidden_states_make_the_logits_of_the_teacher(family, tmp_path, m
         expected = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(logits[row, : len(ids)], expected, rtol=2e-2, atol=2e-3)
     with pytest.raises(ValueError, match="has the states of other ids than the request's"):
-        example.read_states(example.write_states(model, [5, 9], served), [5, 8])
+        example.read_states(served, example.write_states(model, [5, 9], served), [5, 8])
+    (link := served / "link").symlink_to(elsewhere := example.write_states(model, [5, 9], tmp_path))
+    for path in (elsewhere, served / ".." / elsewhere.name, link):
+        with pytest.raises(ValueError, match="the server names the file .*; expected one in"):
+            example.read_states(served, path, [5, 9])
+    assert elsewhere.exists()
 
 
 def test_trl_with_several_teachers():
