@@ -75,7 +75,7 @@ def test_served_hidden_states_make_the_logits_of_the_teacher(family, tmp_path, m
         example.read_states(served, example.write_states(model, [5, 9], served), [5, 8])
     (link := served / "link").symlink_to(elsewhere := example.write_states(model, [5, 9], tmp_path))
     for path in (elsewhere, served / ".." / elsewhere.name, link):
-        with pytest.raises(ValueError, match="the server names the file .*; expected one in"):
+        with pytest.raises(ValueError, match=r"the server names the file .*; expected one in"):
             example.read_states(served, path, [5, 9])
     assert elsewhere.exists()
 
