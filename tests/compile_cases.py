@@ -59,7 +59,8 @@ def head(
 ) -> HeadChunk:
     hidden, weight = torch.empty(rows, width, dtype=HALF), torch.empty(vocab, width, dtype=HALF)
     added = torch.empty(vocab, dtype=HALF) if bias else None
-    return HeadChunk(hidden, weight, added, vector(rows, INDEX), vector(rows), transform)
+    tokens, stats = 2 * rows, Statistics.empty(2 * rows, CPU)
+    return HeadChunk(hidden, weight, added, Rows(rows, tokens), vector(tokens, INDEX), vector(tokens), stats, transform)
 
 
 def chunk(

@@ -371,7 +371,7 @@ def check_exponentials(
             t_ids, t_temperature = spread(rows, tokens, ids, 10**15), spread(rows, tokens, temperature)
             row_scale = kernels.exponentials(
                 LogitChunk(logits, rows, t_ids, t_temperature, stats, transform, bias),
-                HeadChunk(hidden, weight, bias, ids, temperature, transform),
+                HeadChunk(hidden, weight, bias, rows, t_ids, t_temperature, stats, transform),
                 out,
             )
             assert row_scale.dtype == torch.float32 and row_scale.shape == (count,)

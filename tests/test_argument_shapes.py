@@ -107,15 +107,14 @@ def check_addresses(monkeypatch: Any, backend: str, count: int) -> None:
             assert x.shape[:1] == (number,) and x.dim() == 1 and x.is_contiguous(), f"{name}: {tuple(x.shape)}"
 
     def check(name: str, x: object) -> None:
-        if isinstance(x, LogitChunk):
+        if isinstance(x, (LogitChunk, HeadChunk)):
             for field in ("ids", "temperature"):
                 whole(f"{name}, {field}", getattr(x, field), count)
             for field, y in x.stats._asdict().items():
                 whole(f"{name}, {field}", y, count)
-            for field in ("weight", "divergence", "offset", "lse") if x.teacher is not None else ():
-                whole(f"{name}, teacher's {field}", getattr(x.teacher, field), count)
-        elif isinstance(x, HeadChunk):
-            whole(name, x.ids, len(x.hidden)), whole(name, x.temperature, len(x.hidden))
+            teacher = getattr(x, "teacher", None)
+            for field in ("weight", "divergence", "offset", "lse") if teacher is not None else ():
+                whole(f"{name}, teacher's {field}", getattr(teacher, field), count)
         elif isinstance(x, Tokens):
             for field in dataclasses.fields(x):
                 if field.name != "entropy_threshold":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.launch import launch_of
-from grpo_kernels.kernels.operations import HeadChunk, LogitTransform, Statistics, fits_tma
+from grpo_kernels.kernels.operations import HeadChunk, LogitTransform, Rows, Statistics, fits_tma
 from grpo_kernels.kernels.triton import matmul
 
 TRANSFORMS = {
@@ -51,7 +51,8 @@ def make_head(
     ids = torch.randint(vocab, (count,), generator=g)
     temperatures = 0.5 + torch.rand(count, generator=g) if temperature else torch.ones(count)
     head = normal(count, width), normal(vocab, width) * width**-0.5, normal(vocab) * 0.5 if bias else None
-    return HeadChunk(*(None if x is None else x.to(dtype) for x in head), ids, temperatures, transform)
+    head = (None if x is None else x.to(dtype) for x in head)
+    return HeadChunk(*head, Rows(0, count), ids, temperatures, c.filled_statistics(count), transform)
 
 
 def logits_of(head: HeadChunk) -> Tensor:
@@ -68,21 +69,39 @@ def spaced(x: Tensor, fill: float = math.nan) -> Tensor:
 
 
 def apart(head: HeadChunk) -> HeadChunk:
-    return head._replace(hidden=spaced(head.hidden), weight=spaced(head.weight))
+    """Its rows between others, of neighbours among more tokens, or where their number is odd, of a list."""
+    count = len(head.ids)
+    tokens, rows = 2 * count + 4, Rows(3, 3 + count)
+    if count % 2:
+        rows = Rows(0, count, 2 * torch.arange(count).flip(0))
+    ids, temperature = c.spread(rows, tokens, head.ids, 10**15), c.spread(rows, tokens, head.temperature)
+    return head._replace(
+        hidden=spaced(head.hidden), weight=spaced(head.weight), rows=rows, ids=ids, temperature=temperature,
+        stats=c.filled_statistics(tokens),
+    )  # fmt: skip
+
+
+def written(head: HeadChunk) -> Statistics:
+    """The statistics that a kernel has written for these tokens alone."""
+    c.check_written(head.rows, head.stats)
+    return c.of_rows(head.stats, head.rows)
 
 
 def statistics(kernels: c.Kernels, head: HeadChunk) -> Statistics:
-    return kernels.fused_logp(apart(head), entropy=True)
+    among = apart(head)
+    kernels.fused_logp(among, entropy=True)
+    return written(among)
 
 
 def exponentials(kernels: c.Kernels, head: HeadChunk) -> tuple[Statistics, Tensor, Tensor]:
     """(statistics, E, row_scale); E in a buffer that holds something before, of which nothing else is written."""
     count, vocab = len(head.ids), len(head.weight)
     exps = spaced(torch.full((count, vocab), 7.0, dtype=torch.bfloat16), 7.0)
-    stats, row_scale = kernels.fused_exponentials(apart(head), exps)
+    among = apart(head)
+    row_scale = kernels.fused_exponentials(among, exps)
     around = exps.as_strided((count, exps.stride(0) - vocab), exps.stride(), vocab)
     assert (around == 7.0).all()
-    return stats, exps.clone(), row_scale
+    return written(among), exps.clone(), row_scale
 
 
 def both(kernels: c.Kernels, head: HeadChunk) -> tuple[Tensor, ...]:
@@ -157,8 +176,10 @@ def test_rows_off_the_alignment_are_copied(kernels):
     assert not fits_tma(wide[:, 1:])
     views = wide[:, 1:], wide[:, 1:].T.contiguous().T
     for view, plain in (*((view, head.hidden) for view in views), (one, one.contiguous())):
-        found, expected = (kernels.fused_logp(head._replace(hidden=x), entropy=True) for x in (view, plain))
-        c.check_equal([*found], [*expected])
+        found, expected = (head._replace(hidden=x, stats=c.filled_statistics(40)) for x in (view, plain))
+        for x in (found, expected):
+            kernels.fused_logp(x, entropy=True)
+        c.check_equal(found.stats, expected.stats)
 
 
 # --- numbers that are hard to add up ----------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class TokenBatch:
                 chunk.forward()
             return
         for rows in self.head.chunks(index, "statistics"):
-            self.store_statistics(rows, fused(self.head_chunk(rows), entropy=entropy))
+            fused(self.head_chunk(rows), entropy=entropy)
 
     def backward(self, dlogp: Tensor, dentropy: Tensor, *, every_row: bool = False) -> None:
         """Adds the gradients of every token with a coefficient other than 0, from logits that are computed again."""
@@ -212,8 +212,8 @@ class TokenBatch:
     def head_chunk(self, rows: Rows) -> HeadChunk:
         head = self.head
         assert isinstance(head, LMHead)
-        ids, temperature = rows.take(self.ids), rows.take(self.temperature)
-        return HeadChunk(head.hidden_rows(rows), head.weight, head.bias, ids, temperature, self.transform)
+        per_token = self.ids, self.temperature, self.stats, self.transform
+        return HeadChunk(head.hidden_rows(rows), head.weight, head.bias, rows, *per_token)
 
     def sampled_logps(self, chunk: LogitChunk) -> Tensor:
         """Returns log-probabilities (C,) float64 of the sampled ids, from logits and log-sum-exps: the backward of
@@ -239,10 +239,6 @@ class TokenBatch:
             values = values * (1 - tanh * tanh)
         has_gradient = (dlogp_rows != 0) | (dentropy_rows != 0)
         return SampledEntries(ids, torch.where(has_gradient, values, 0.0).float())
-
-    def store_statistics(self, rows: Rows, statistics: Statistics) -> None:
-        for destination, x in zip(self.stats, statistics, strict=True):
-            rows.put(destination, x)
 
 
 class Chunk:
@@ -352,8 +348,7 @@ class FusedExponentials(Exponentials):
         batch, head = self.batch, self.batch.head
         assert isinstance(head, LMHead) and batch.backend.fused_exponentials is not None
         self.exponentials = head.scratch.gradients(self.rows.count)
-        statistics, self.row_scale = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
-        batch.store_statistics(self.rows, statistics)
+        self.row_scale = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
 
 
 def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, slice]]:

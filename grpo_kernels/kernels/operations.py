@@ -165,8 +165,10 @@ class HeadChunk(NamedTuple):
     hidden: Tensor  # (C, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
-    ids: Tensor  # (C,) int64
-    temperature: Tensor  # (C,)
+    rows: Rows  # whose hidden states these are
+    ids: Tensor  # (N,) int64
+    temperature: Tensor  # (N,)
+    stats: Statistics  # (N,), written
     transform: LogitTransform
 
 
@@ -260,9 +262,9 @@ class Backend:
         statistics and the exponentials e^(z - z_id). Where no gradient goes through the entropy, d loss / d logits is
         -dlogp * row_scale times a row of `out`. The logits are read once, and `out` may lie over the front of them.
         `head`: what the logits are a product of, for rows that have to be computed again.
-    fused_exponentials(head: HeadChunk, out (C, V) bfloat16) -> (Statistics (C,), row_scale (C,)): the same from the
-        epilogue of the product, without logits.
-    fused_logp(head: HeadChunk, entropy: bool) -> Statistics (C,): without logits. entropy: whether it is wanted.
+    fused_exponentials(head: HeadChunk, out (C, V) bfloat16) -> row_scale (C,): the same from the epilogue of the
+        product, without logits.
+    fused_logp(head: HeadChunk, entropy: bool): writes the statistics, without logits. entropy: whether it is wanted.
     sparse_gradient(chunk, dlogp (N,), dentropy (N,), rule: SparseRule, out: SparseRows): `gradient` by this rule; the
         logits stay as they are. No pairs for a token without a gradient.
     kept_ids(mask: TokenMask, sampled (N,), local_vocab: range, vocab_size: int, out: KeptRows): writes the kept ids of
@@ -289,8 +291,8 @@ class Backend:
     kept_dweight: Callable[..., None]
     scale: Callable[[Tensor, Tensor], None]
     exponentials: Callable[..., Tensor] | None = None
-    fused_exponentials: Callable[..., tuple[Statistics, Tensor]] | None = None
-    fused_logp: Callable[..., Statistics] | None = None
+    fused_exponentials: Callable[..., Tensor] | None = None
+    fused_logp: Callable[..., None] | None = None
     objective: Callable[..., Any] | None = None
     # Which of the two fused products serve (hidden (..., H), weight (V, H)), and pay on this GPU.
     fused_products: Callable[[Tensor, Tensor], tuple[str, ...]] | None = None

@@ -16,7 +16,6 @@ from ..operations import (
     HeadChunk,
     LogitChunk,
     Rows,
-    Statistics,
     chunk_row_stride,
     contiguous_rows,
     multiplies_by_tma,
@@ -95,17 +94,18 @@ class CudaKernels:
         aligned = chunk_row_stride(len(weight), weight.device) % 8 == 0
         return ("logp", "exponentials") if weight.dtype == torch.bfloat16 and aligned else ("logp",)
 
-    def fused_logp(self, head: HeadChunk, entropy: bool) -> Statistics:
-        """Returns the statistics (C,) of a chunk. The entropy comes with the rest, whether it is wanted or not."""
+    def fused_logp(self, head: HeadChunk, entropy: bool) -> None:
+        """Writes the statistics of a chunk. The entropy comes with the rest, whether it is wanted or not."""
         if self.others.fused_logp and not self._has_products(head.hidden.device):
             return self.others.fused_logp(head, entropy)
         return self._fused(self.module.fused_logp, head)
 
-    def fused_exponentials(self, head: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
+    def fused_exponentials(self, head: HeadChunk, out: Tensor) -> Tensor:
         if self.others.fused_exponentials and not self._has_products(out.device):
             return self.others.fused_exponentials(head, out)
         row_scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
-        return self._fused(self.module.fused_exponentials, head, out, row_scale), row_scale
+        self._fused(self.module.fused_exponentials, head, out, row_scale)
+        return row_scale
 
     def _has_products(self, device: torch.device) -> bool:
         with _on(device):
@@ -114,16 +114,15 @@ class CudaKernels:
 
     def _fused(
         self, function: Callable[..., None], head: HeadChunk, out: Tensor | None = None, *row_scale: Tensor
-    ) -> Statistics:
-        hidden, size = rows_for_tma(head.hidden), (len(head.hidden), len(head.weight))
-        device, stats, product = hidden.device, Statistics.empty(len(hidden), hidden.device), _product(hidden, head)
+    ) -> None:
+        hidden, size, rows = rows_for_tma(head.hidden), (len(head.hidden), len(head.weight)), head.rows
+        device, product = hidden.device, _product(hidden, head)
         with _on(device):
             workspace = torch.empty(self.module.fused_workspace(*size, *product), dtype=torch.uint8, device=device)
             self.call(
-                function, device, *matrix(None), *size, None, head.ids, 0, None, head.temperature, *stats, None, None,
-                *matrix(out), *head.transform, *product, *row_scale, workspace,
+                function, device, *matrix(None), *size, None, head.ids, rows.start, rows.index, head.temperature,
+                *head.stats, None, None, *matrix(out), *head.transform, *product, *row_scale, workspace,
             )  # fmt: skip
-        return stats
 
     # --- where they run -------------------------------------------------------------------------------------------
 

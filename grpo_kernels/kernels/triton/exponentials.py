@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operations import HeadChunk, LogitChunk, Rows, Statistics, contiguous_rows
+from ..operations import HeadChunk, LogitChunk, Statistics, contiguous_rows
 from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 from .matmul import Head, head_of
 from .rows import (
@@ -146,7 +146,7 @@ def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
     written = ExpOutput.of(out, chunk.stats)
     rows_kernel[grid](*read_by(chunk), len(out), written, scalars(chunk.transform), **options)
     hidden = contiguous_rows(head.hidden)
-    repair(hidden, head.weight, head_of(hidden, head), chunk.ids, chunk.rows, chunk.temperature, written)
+    repair(hidden, head_of(hidden, head), head, written)
     return written.row_scale
 
 
@@ -218,11 +218,9 @@ def repair_kernel(
         tl.store(at, e.to(out.exps.dtype.element_ty), mask=columns < head.vocab)
 
 
-def repair(
-    hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, rows: Rows, temperature: Tensor, out: ExpOutput
-) -> None:  # fmt: skip
-    """Writes rows that overflowed again. `rows` says where their ids and temperature are."""
+def repair(hidden: Tensor, head: Head, chunk: HeadChunk, out: ExpOutput) -> None:
+    """Writes rows that overflowed again."""
     repair_kernel[(len(hidden),)](
-        hidden, weight, head, ids, *token_index(rows, ids), temperature, out, CAPPED=head.softcap != 0.0,
-        COLUMNS=REPAIR_COLUMNS, BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS,
+        hidden, chunk.weight, head, chunk.ids, *token_index(chunk.rows, chunk.ids), chunk.temperature, out,
+        CAPPED=head.softcap != 0.0, COLUMNS=REPAIR_COLUMNS, BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS,
     )  # fmt: skip

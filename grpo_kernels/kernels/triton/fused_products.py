@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operations import HeadChunk, Rows, Statistics
+from ..operations import HeadChunk
 from .exponentials import ExpOutput, add_exponentials, repair, store_statistics
 from .maths import INV_LN2, LN2, softcap
 from .matmul import (
@@ -37,9 +37,15 @@ from .matmul import (
     tile_of_program,
     to_logits,
 )
-from .rows import RowSums, add_block, logit_scales, no_sums
+from .rows import PER_TOKEN, RowSums, add_block, logit_scales, no_sums, token_index, tokens_of
 
 SAMPLED_ROWS, SAMPLED_BLOCK = 8, 512
+PER_ROW = *PER_TOKEN, "count"  # arguments that no kernel is specialised for
+
+
+def per_row(chunk: HeadChunk) -> tuple[Tensor, Tensor]:
+    """Returns ids and temperature of a chunk's rows, (C,): kernels of tiles read them without an index."""
+    return chunk.rows.take(chunk.ids), chunk.rows.take(chunk.temperature)
 
 
 # --- log-probabilities ----------------------------------------------------------------------------------------------
@@ -91,9 +97,10 @@ def partial_kernel(
     tl.store(y_ids + rows.at, y_id, mask=rows.live & has_sampled)
 
 
-@triton.jit(do_not_specialize=["ids", "temperature", "count", "parts"])
+@triton.jit(do_not_specialize=[*PER_ROW, "parts"])
 def combine_kernel(
-    partials, y_ids, head, ids, temperature, out, count, parts, CAPPED: tl.constexpr, ENTROPY: tl.constexpr
+    partials, y_ids, head, ids, temperature, token_index, first_token, out, count, parts, CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Combines the parts of a row relative to the largest maximum; an id outside the vocabulary has no probability."""
     rows = tl.program_id(0) * COMBINED_ROWS + tl.arange(0, COMBINED_ROWS)
@@ -123,27 +130,26 @@ def combine_kernel(
         h = (log_sum - LN2 * (moment / exps)).to(tl.float32)
     y_id = tl.load(y_ids + rows, mask=known, other=0.0).to(tl.float64)
     log_p = tl.where(known, (y_id - top) * to_z - log_sum, float("nan"))
-    tl.store(out.logp + rows, log_p.to(tl.float32), mask=live)
-    tl.store(out.lse + rows, top * to_z + log_sum, mask=live)
-    tl.store(out.entropy + rows, h, mask=live)
+    token = tokens_of(rows, token_index, first_token, live)
+    tl.store(out.logp + token, log_p.to(tl.float32), mask=live)
+    tl.store(out.lse + token, top * to_z + log_sum, mask=live)
+    tl.store(out.entropy + token, h, mask=live)
 
 
-def fused_logp(chunk: HeadChunk, entropy: bool) -> Statistics:
-    """Returns the statistics (C,) of a chunk; without `entropy`, 0 in its place."""
-    launch = prepare("fused_logp", chunk)
+def fused_logp(chunk: HeadChunk, entropy: bool) -> None:
+    """Writes the statistics of a chunk; without `entropy`, 0 in its place."""
+    launch, ids, temperature = prepare("fused_logp", chunk), *per_row(chunk)
     count, parts, device = len(launch.hidden), launch.grid[1], launch.hidden.device
     partials = torch.empty(3, parts, count, dtype=torch.float64, device=device)
     y_ids = torch.empty(count, dtype=torch.float32, device=device)
-    out = Statistics.empty(count, device)
     partial_kernel[launch.grid](
-        *launch.operands, launch.head, chunk.ids, chunk.temperature, partials, y_ids, count, launch.per_part,
-        launch.group, ENTROPY=entropy, TILES=launch.tiles, **launch.options,
+        *launch.operands, launch.head, ids, temperature, partials, y_ids, count, launch.per_part, launch.group,
+        ENTROPY=entropy, TILES=launch.tiles, **launch.options,
     )  # fmt: skip
     combine_kernel[(triton.cdiv(count, COMBINED_ROWS.value),)](
-        partials, y_ids, launch.head, chunk.ids, chunk.temperature, out, count, parts,
+        partials, y_ids, launch.head, ids, temperature, *token_index(chunk.rows, chunk.ids), chunk.stats, count, parts,
         CAPPED=launch.tiles.capped, ENTROPY=entropy,
     )  # fmt: skip
-    return out
 
 
 # --- exponentials ---------------------------------------------------------------------------------------------------
@@ -219,8 +225,10 @@ def exponential_kernel(
     tl.store(at + tl.num_programs(1).to(tl.int64) * count, moment, mask=rows.live)
 
 
-@triton.jit(do_not_specialize=["ids", "temperature", "count", "parts"])
-def finish_kernel(head, ids, temperature, partial, out, count, parts, CAPPED: tl.constexpr):
+@triton.jit(do_not_specialize=[*PER_ROW, "parts"])
+def finish_kernel(
+    head, ids, temperature, token_index, first_token, partial, out, count, parts, CAPPED: tl.constexpr
+):  # fmt: skip
     rows = tl.program_id(0) * COMBINED_ROWS + tl.arange(0, COMBINED_ROWS)
     live = rows < count
     id_ = column_of(tl.load(ids + rows, mask=live, other=-1), head.vocab)
@@ -233,27 +241,28 @@ def finish_kernel(head, ids, temperature, partial, out, count, parts, CAPPED: tl
         moment += tl.sum(tl.load(at + parts.to(tl.int64) * count, mask=wanted, other=0.0), 0)
     y_id = tl.load(partial.y_ids + rows, mask=live, other=0.0)
     slope_id = tl.load(partial.slope_ids + rows, mask=live, other=0.0)
-    store_statistics((rest, moment), y_id, slope_id, id_, live & (id_ >= 0), live, rows, rows, scales, out)
+    token = tokens_of(rows, token_index, first_token, live)
+    store_statistics((rest, moment), y_id, slope_id, id_, live & (id_ >= 0), live, rows, token, scales, out)
 
 
-def fused_exponentials(chunk: HeadChunk, out: Tensor) -> tuple[Statistics, Tensor]:
-    """Writes E to `out` (C, V) bfloat16; returns the statistics and row_scale, (C,)."""
-    launch = prepare("fused_exponentials", chunk)
+def fused_exponentials(chunk: HeadChunk, out: Tensor) -> Tensor:
+    """Writes E to `out` (C, V) bfloat16, and the statistics; returns row_scale (C,) float32."""
+    launch, ids, temperature = prepare("fused_exponentials", chunk), *per_row(chunk)
     hidden, head, capped = launch.hidden, launch.head, launch.tiles.capped
     count, parts = len(hidden), launch.grid[1]
     # Tensors of their own, not rows of one: each is to begin on 16 bytes, whatever the count.
     y_ids, slope_ids = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(2))
     sums = torch.empty(2, parts, count, dtype=torch.float64, device=hidden.device)
-    partial, written = PartialSums(y_ids, slope_ids, sums), ExpOutput.of(out, Statistics.empty(count, hidden.device))
+    partial, written = PartialSums(y_ids, slope_ids, sums), ExpOutput.of(out, chunk.stats)
     sampled_kernel[(triton.cdiv(count, SAMPLED_ROWS),)](
-        hidden, chunk.weight, head, chunk.ids, partial, count, CAPPED=capped, ROWS=SAMPLED_ROWS, BLOCK=SAMPLED_BLOCK
+        hidden, chunk.weight, head, ids, partial, count, CAPPED=capped, ROWS=SAMPLED_ROWS, BLOCK=SAMPLED_BLOCK
     )  # fmt: skip
     exponential_kernel[launch.grid](
-        *launch.operands, head, chunk.ids, chunk.temperature, partial, written, count, launch.per_part, launch.group,
+        *launch.operands, head, ids, temperature, partial, written, count, launch.per_part, launch.group,
         TILES=launch.tiles, **launch.options,
     )  # fmt: skip
     finish_kernel[(triton.cdiv(count, COMBINED_ROWS.value),)](
-        head, chunk.ids, chunk.temperature, partial, written, count, parts, CAPPED=capped
+        head, ids, temperature, *token_index(chunk.rows, chunk.ids), partial, written, count, parts, CAPPED=capped
     )  # fmt: skip
-    repair(hidden, chunk.weight, head, chunk.ids, Rows(0, count), chunk.temperature, written)
-    return written.stats, written.row_scale
+    repair(hidden, head, chunk, written)
+    return written.row_scale
