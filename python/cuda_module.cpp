@@ -10,6 +10,8 @@ void take(Arguments& given, gk::cuda::Product& a) {
     given.read(a.hidden, a.hidden_stride, a.weight, a.weight_stride, a.width, a.dtype, a.bias);
 }
 
+void take(Arguments& given, gk::cuda::RowScales& a) { given.read(a.unit, a.sampled); }
+
 void take(Arguments& given, gk::cuda::ObjectiveNumbers& a) {
     given.read(a.epsilon_low, a.epsilon_high, a.delta, a.dual_clip, a.sapo_temperature_pos, a.sapo_temperature_neg,
                a.beta, a.log_ratio_clamp, a.kl_delta_clamp, a.kl_clamp);
@@ -31,6 +33,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("exponentials", Bound<gk::cuda::exponentials>::call);
     m.def("objective", Bound<gk::cuda::objective>::call);
     m.def("scale", Bound<gk::cuda::scale>::call);
+    m.def("scale_rows", Bound<gk::cuda::scale_rows>::call);
     m.def("has_products", gk::cuda::has_products);
     m.def("fused_workspace", Bound<gk::cuda::fused_workspace>::call);
     m.def("fused_exponentials", Bound<gk::cuda::fused_exponentials>::call);

@@ -22,6 +22,7 @@ from grpo_kernels.kernels.operations import (
     LogitChunk,
     LogitTransform,
     Rows,
+    RowScales,
     SparseRows,
     SparseRule,
     Statistics,
@@ -150,6 +151,14 @@ def scale(rows: int, dtype: torch.dtype, width: int = WIDTH) -> object:
     return BACKEND.scale(torch.empty(rows, width, dtype=dtype), torch.empty(()))
 
 
+def scale_rows(
+    rows: int, read: torch.dtype, written: torch.dtype, width: int = WIDTH, *, is_product: bool
+) -> object:  # fmt: skip
+    of_head, scales = head(rows, width=width), RowScales(torch.empty(rows), torch.empty(rows))
+    x, out = torch.empty(rows, width, dtype=read), torch.empty(rows * (1 + is_product), width, dtype=written)
+    return BACKEND.scale_rows(x, vector(2 * rows), scales, of_head, out, is_product=is_product)
+
+
 def kept(
     rows: int, dtype: torch.dtype, gradient: torch.dtype | None = None, bias: bool = False, add: bool = False,
     width: int = WIDTH
@@ -228,6 +237,10 @@ CASES = {
     "objective, one row": Case(lambda n: objective(n, beta=0.1), rows=1),
     "scale, fp32": Case(lambda n: scale(n, SINGLE)),
     "scale, bf16": Case(lambda n: scale(n, HALF)),
+    "scale rows, fp32 to bf16": Case(lambda n: scale_rows(n, SINGLE, HALF, is_product=True)),
+    "scale rows, fp32": Case(lambda n: scale_rows(n, SINGLE, SINGLE, is_product=True)),
+    "scale rows, bf16": Case(lambda n: scale_rows(n, HALF, HALF, is_product=False)),
+    "scale rows, one row, H = 1": Case(lambda n: scale_rows(n, SINGLE, HALF, 1, is_product=True), rows=1),
     "kept ids, bf16": Case(lambda n: kept(n, HALF)),
     "kept ids, bf16, bias, fp32 gradients, added": Case(lambda n: kept(n, HALF, SINGLE, bias=True, add=True)),
     "kept ids, fp32": Case(lambda n: kept(n, SINGLE)),

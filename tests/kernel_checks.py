@@ -17,6 +17,7 @@ from grpo_kernels.kernels.operations import (
     LogitChunk,
     LogitTransform,
     Rows,
+    RowScales,
     Statistics,
 )  # fmt: skip
 
@@ -337,7 +338,8 @@ def check_exponentials(
     biased: bool = False,
 ) -> None:
     """exponentials of a few rows of logits of this type: apart from them and over their front, for neighbours among the
-    tokens and for a list of tokens. -row_scale E is d logp / d logits, within the rounding of E."""
+    tokens and for a list of tokens. -row_scale E is d logp / d logits within the rounding of E, which is 0 at the
+    sampled id; `sampled` is it there."""
     count, tokens = 10, 23
     values, ids = make_logits(count, vocab, torch.bfloat16)
     ids[8] = ids[9] = min(5, vocab - 1)
@@ -369,15 +371,15 @@ def check_exponentials(
                 out, around = over_the_front(logits, buffer, torch.bfloat16), buffer
             stats = filled_statistics(tokens)
             t_ids, t_temperature = spread(rows, tokens, ids, 10**15), spread(rows, tokens, temperature)
-            row_scale = kernels.exponentials(
+            scales = kernels.exponentials(
                 LogitChunk(logits, rows, t_ids, t_temperature, stats, transform, bias),
                 HeadChunk(hidden, weight, bias, rows, t_ids, t_temperature, stats, transform),
                 out,
             )
-            assert row_scale.dtype == torch.float32 and row_scale.shape == (count,)
+            assert all(x.dtype == torch.float32 and x.shape == (count,) for x in scales)
             check_written(rows, stats)
             found = of_rows(stats, rows)
-            results.append((*found, row_scale, out.clone()))
+            results.append((*found, *scales, out.clone()))
             if in_place:
                 logits.fill_(7.5)
             else:
@@ -386,17 +388,52 @@ def check_exponentials(
             assert (around == 7.5).all()  # nothing else in the buffer has been touched
     for result in results[1:]:
         check_equal(result, results[0])
-    *_, row_scale, exps = results[0]
+    *_, row_scale, at_id, exps = results[0]
     found = Statistics(*results[0][:3])
     # The entropy of an improbable id's row is a difference of numbers near -logp, of which float32 holds 4e-6.
     check_statistics(*(Statistics(*(x[sound] for x in stats)) for stats in (found, truth)), tolerance=2e-5)
     assert found.lse[has_nan].isnan()
     assert vocab == 1 or all(x[has_nan].isnan() for x in found)
     assert found.logp[outside].isnan() and row_scale[outside].isfinite() and exps[outside].isfinite().all()
-    assert exps[sound].isfinite().all()
-    derivative = -row_scale[sound, None].double() * exps[sound].double()
-    bound = expected[sound].abs() * (UNIT[torch.bfloat16] * 1.01 + 5e-5) + 1e-14  # float64 holds 1 - p to 1e-16 or so
-    assert ((derivative - expected[sound]).abs() <= bound).all()
+    sampled = sampled[0][sound], ids[sound]
+    assert at_id[outside] == 0 and exps[sound].isfinite().all() and not exps[sampled].any()
+    derivative, unit = -row_scale[:, None].double() * exps.double(), torch.full(exps.shape, UNIT[torch.bfloat16])
+    derivative[sampled], unit[sampled] = at_id[sound].double(), UNIT[torch.float32]
+    bound = expected.abs() * (unit * 1.01 + 5e-5) + 1e-14  # float64 holds 1 - p to 1e-16 or so
+    assert ((derivative - expected).abs() <= bound)[sound].all()
+
+
+def check_scale_rows(
+    kernels: Kernels, width: int, dtypes: tuple[torch.dtype, torch.dtype], is_product: bool, shift: int = 0
+) -> None:
+    """Rows of x to rows of out, of these types, for neighbours among the tokens and for a list: rounded once. A token
+    of dlogp 0 gets 0 whatever its row holds, one without a sampled id no row of the weight."""
+    count, tokens, vocab = 10, 23, 19
+    g = torch.Generator().manual_seed(width)
+    values, dlogp = torch.randn(count, width, generator=g).to(dtypes[0]), torch.randn(count, generator=g)
+    weight, ids = torch.randn(vocab, width + 3, generator=g).bfloat16(), torch.randint(vocab, (count,), generator=g)
+    scales = RowScales(torch.rand(count, generator=g), torch.rand(count, generator=g))
+    values[3], dlogp[3], ids[5], ids[6], scales.sampled[5:7] = math.nan, 0.0, -100, 2**40 + 7, 0.0
+    sound = torch.arange(count) != 3
+    factors = -dlogp.double()[:, None] * scales.row_scale[:, None], (dlogp * scales.sampled)[:, None].double()
+    parts = values.double() * factors[0], factors[1] * weight[ids.clamp(0, vocab - 1), :width].double() * is_product
+    expected, size = sum(parts), sum(x.abs() for x in parts)
+    bound = expected.abs() * UNIT[dtypes[1]] * 1.01 + size * 4 * UNIT[torch.float32]
+    for rows in (Rows(5, 5 + count), Rows(0, count, torch.tensor([7, 2, 22, 0, 4, 11, 1, 16, 9, 3]))):
+        x, _ = placed(values, width + 5, shift)
+        out, around = placed(torch.full((tokens if is_product else count, width), 7.5), width + 2, shift + 1, dtypes[1])
+        head = HeadChunk(
+            x, weight[:, :width], None, rows, spread(rows, tokens, ids, 10**15), spread(rows, tokens, dlogp),
+            filled_statistics(tokens), PLAIN,
+        )  # fmt: skip
+        kernels.scale_rows(x, spread(rows, tokens, dlogp), scales, head, out, is_product=is_product)
+        found = rows.take(out).clone() if is_product else out.clone()
+        assert ((found.double() - expected).abs() <= bound)[sound].all() and not found[3].any()
+        if is_product:
+            rows.put(out, torch.full_like(found, 7.5))
+        else:
+            out.fill_(7.5)
+        assert (around == 7.5).all()  # nothing else in the buffer has been touched
 
 
 # --- finished gradients ---------------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ def check_scale(kernels: Emulated, orders=ORDERS[:4]) -> None:
         kernels.use((90, 1), order)
         for dtype, shift in zip(c.DTYPES, (3, 7, 0), strict=True):
             c.check_scale(kernels, dtype, 60001, shift)
+        c.check_scale_rows(kernels, 2051, PAIR, is_product=True, shift=order)
 
 
 def check_objective(kernels: Emulated, orders=objective.ORDERS) -> None:

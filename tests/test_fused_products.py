@@ -9,12 +9,13 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import call, call_counter, fused, make_batch, off_policy, serve_only, true_logps
+from helpers import call, call_counter, fused, make_batch, off_policy, relative, serve_only, true_logps
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
 from grpo_kernels.head import loop
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.reference import reference_loss_from_logits
 
 HALF = (torch.bfloat16, torch.float16)
 KINDS = ("Chunk", "Exponentials", "FusedExponentials")
@@ -46,6 +47,26 @@ def test_bfloat16_is_as_exact_as_eager_with_float32_softmax(name, backend, produ
     assert_as_exact_as_eager(config, torch.bfloat16, backend, seeds=4)
     # On a CPU rows of 1,003 exponentials do not begin on 16 bytes, as CUDA's product needs it.
     assert set(kinds) == {"FusedExponentials" if products and backend == "triton" else "Exponentials"}
+
+
+@pytest.mark.parametrize("chunk_rows", [8, 64])
+def test_dhidden_is_rounded_once(backend, chunk_rows):
+    """However many the chunks: as far from float64 as one product of dlogits in 16 bits, with those at sampled ids
+    exact, that is rounded once."""
+    config = gk.GRPOConfig(surrogate="reinforce", logits_dtype=torch.float32, chunk_rows=chunk_rows)
+    found, ideal = [], []
+    for seed in range(2):
+        batch = half_batch(torch.bfloat16, config, seed)
+        weight, at_id = batch.weight.double(), batch.ids[..., None]
+        logits = (batch.hidden.double() @ weight.T).requires_grad_()
+        exact_loss = reference_loss_from_logits(logits, batch.ids, batch.advantages.double(), config=config)
+        (dlogits,) = torch.autograd.grad(exact_loss.loss, logits)
+        rounded = dlogits.bfloat16().double().scatter(-1, at_id, dlogits.gather(-1, at_id))
+        exact = dlogits @ weight
+        ideal.append(relative((rounded @ weight).bfloat16(), exact))
+        given = dataclasses.replace(batch, options={})
+        found.append(relative(fused(given, config, backend).grads["hidden"], exact))
+    assert sum(found) <= 1.02 * sum(ideal), (found, ideal)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import leaves, make_batch, off_policy, use_mask_path
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import grpo_kernels as gk
-from grpo_kernels.head import chunk_size, k_ids, kept, loss_op
+from grpo_kernels.head import chunk_size, k_ids, kept, lm_head, loss_op
 
 # They run no kernel; torch.where makes a tensor of a number on the host.
 NO_KERNEL = (
@@ -127,3 +127,24 @@ def test_the_likeliest_ids_of_a_chunk_on_a_gpu(bias, most):
     with LaunchRecorder() as recorder:
         assert k_ids.top_k(logits, bias, 100).shape == (2048, 100)
     assert len(recorder.names) <= most
+
+
+@pytest.mark.parametrize(("masked", "most"), [(False, 10), (True, 14)], ids=["range", "list"])
+def test_a_chunk_of_exponentials(launches, monkeypatch, emulated, masked, most):
+    """What one chunk more launches on Hopper, kernels of CUDA among it. A list of tokens is gathered from."""
+    product = lm_head.product
+
+    def one_product(a, b):  # as a GPU has it
+        launches.names.append("product")
+        with _disable_current_modes():
+            return product(a, b)
+
+    monkeypatch.setattr(lm_head, "product", one_product)
+    batch, found = off_policy(make_batch(3, masked=masked, vocab=72)).head_as(torch.bfloat16), []
+    for rows in (6, 3):
+        emulated.use()
+        loss, *_ = step(launches, batch, "dapo", "cuda", chunk_rows=rows, logits_dtype=torch.float32)
+        found.append((loss.count("product"), len(loss) + emulated.launches()))
+    (few, before), (many, after) = found
+    assert many > few > 1
+    assert after - before <= most * (many - few), loss

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.launch import launch_of
-from grpo_kernels.kernels.operations import HeadChunk, LogitTransform, Rows, Statistics, fits_tma
+from grpo_kernels.kernels.operations import HeadChunk, LogitTransform, Rows, RowScales, Statistics, fits_tma
 from grpo_kernels.kernels.triton import matmul
 
 TRANSFORMS = {
@@ -93,21 +93,21 @@ def statistics(kernels: c.Kernels, head: HeadChunk) -> Statistics:
     return written(among)
 
 
-def exponentials(kernels: c.Kernels, head: HeadChunk) -> tuple[Statistics, Tensor, Tensor]:
-    """(statistics, E, row_scale); E in a buffer that holds something before, of which nothing else is written."""
+def exponentials(kernels: c.Kernels, head: HeadChunk) -> tuple[Statistics, Tensor, RowScales]:
+    """(statistics, E, scales); E in a buffer that holds something before, of which nothing else is written."""
     count, vocab = len(head.ids), len(head.weight)
     exps = spaced(torch.full((count, vocab), 7.0, dtype=torch.bfloat16), 7.0)
     among = apart(head)
-    row_scale = kernels.fused_exponentials(among, exps)
+    scales = kernels.fused_exponentials(among, exps)
     around = exps.as_strided((count, exps.stride(0) - vocab), exps.stride(), vocab)
     assert (around == 7.0).all()
-    return written(among), exps.clone(), row_scale
+    return written(among), exps.clone(), scales
 
 
 def both(kernels: c.Kernels, head: HeadChunk) -> tuple[Tensor, ...]:
-    """All results of both kernels: statistics of either, E, row_scale."""
-    stats, exps, row_scale = exponentials(kernels, head)
-    return *statistics(kernels, head), *stats, exps, row_scale
+    """All results of both kernels: statistics of either, E, row_scale, sampled."""
+    stats, exps, scales = exponentials(kernels, head)
+    return *statistics(kernels, head), *stats, exps, *scales
 
 
 def exact(head: HeadChunk) -> tuple[Statistics, Tensor]:
@@ -122,21 +122,25 @@ def assert_statistics(found: Statistics, expected: Statistics, tolerance: float 
         torch.testing.assert_close(x.double(), y.double(), rtol=1e-6, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def assert_gradient(exps: Tensor, row_scale: Tensor, expected: Tensor, slack: float = 5e-5) -> None:
-    """Every entry but for one rounding to bfloat16."""
-    found = -row_scale.double()[:, None] * exps.double()
+def assert_gradient(ids: Tensor, exps: Tensor, scales: RowScales, expected: Tensor, slack: float = 5e-5) -> None:
+    """Every entry but for one rounding to bfloat16; those of the sampled ids, which stand apart, without."""
+    row_scale, sampled = (x.double()[:, None] for x in scales)
+    at_id = ids[:, None]
+    assert not exps.gather(1, at_id).any()
+    torch.testing.assert_close(sampled, expected.gather(1, at_id), rtol=2 * slack, atol=1e-12)
+    found = (-row_scale * exps.double()).scatter(1, at_id, sampled)
     torch.testing.assert_close(found, expected, rtol=ROUNDING + slack, atol=1e-12)
 
 
 def assert_exponentials(
     kernels: c.Kernels, head: HeadChunk, tolerance: float = 4e-6, slack: float = 5e-5
-) -> tuple[Statistics, Tensor, Tensor]:
+) -> tuple[Statistics, Tensor, RowScales]:
     """Statistics, and the gradient."""
     expected, grad = exact(head)
-    stats, exps, row_scale = exponentials(kernels, head)
+    stats, exps, scales = exponentials(kernels, head)
     assert_statistics(stats, expected, tolerance)
-    assert_gradient(exps, row_scale, grad, slack)
-    return stats, exps, row_scale
+    assert_gradient(head.ids, exps, scales, grad, slack)
+    return stats, exps, scales
 
 
 def assert_exact(kernels: c.Kernels, head: HeadChunk, tolerance: float = 4e-6, slack: float = 5e-5) -> None:
@@ -215,8 +219,9 @@ def test_id_outside_the_vocabulary(kernels, id_):
     head.ids[5] = id_
     others = torch.arange(len(head.ids)) != 5
     found = both(kernels, head)
-    logp, lse, entropy, logp_beside_exps, _, _, exps, row_scale = found
+    logp, lse, entropy, logp_beside_exps, _, _, exps, row_scale, sampled = found
     assert logp[5].isnan() and logp_beside_exps[5].isnan() and row_scale[5].isfinite() and exps[5].isfinite().all()
+    assert sampled[5] == 0
     assert torch.equal(lse, expected[1]) and torch.equal(entropy, expected[2])
     c.check_equal([x[others] for x in found], [y[others] for y in expected])
 
@@ -249,10 +254,9 @@ def test_probability_near_one_keeps_its_digits(kernels, nats):
     others = z.masked_fill(torch.nn.functional.one_hot(head.ids, 40).bool(), -math.inf)
     rest = (others - z.gather(1, head.ids[:, None])).exp().sum(1)
     assert rest.max() < 2e-3
-    stats, exps, row_scale = exponentials(kernels, head)
+    stats, _, scales = exponentials(kernels, head)
     torch.testing.assert_close(stats.logp.double(), -rest.log1p(), rtol=2e-5, atol=0)
-    found = -row_scale.double() * exps.gather(1, head.ids[:, None]).squeeze(1).double()
-    torch.testing.assert_close(found, rest / (1 + rest), rtol=ROUNDING + 5e-5, atol=0)
+    torch.testing.assert_close(scales.sampled.double(), rest / (1 + rest), rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize("nats", [45.0, 95.0, 400.0, 3000.0])
@@ -265,6 +269,7 @@ def test_improbable_targets(kernels, nats, softcap):
     stats, *repaired = assert_exponentials(kernels, lead(plain, -nats, few), 2e-4 if softcap else 3e-5, 4e-4)
     assert stats.logp[3] < -0.8 * nats or softcap
     kept, *without = exponentials(kernels, lead(plain, 0.0))
+    repaired, without = ([exps, *scales] for exps, scales in (repaired, without))
     others = torch.ones(18, dtype=torch.bool)
     others[few] = False
     c.check_equal([x[others] for x in (*stats, *repaired)], [y[others] for y in (*kept, *without)])
@@ -274,9 +279,9 @@ def test_a_masked_target(kernels):
     """Probability 0: logp is -inf, and its gradient is that of a target without probability."""
     head = make_head()
     head.bias[head.ids[4]] = -math.inf
-    stats, exps, row_scale = assert_exponentials(kernels, head)
+    stats, exps, scales = assert_exponentials(kernels, head)
     assert torch.equal(stats.logp == -math.inf, head.ids == head.ids[4])
-    assert exps.isfinite().all() and row_scale.isfinite().all()
+    assert exps.isfinite().all() and scales.row_scale.isfinite().all()
 
 
 # --- Triton: tiles, parts ---------------------------------------------------------------------------------------------
@@ -324,7 +329,7 @@ def test_any_order_and_split(kernels, width, multiprocessors):
     expected, grad = exact(head)
     assert_statistics(Statistics(*results[0][:3]), expected)
     assert_statistics(Statistics(*results[0][3:6]), expected)
-    assert_gradient(*results[0][6:], grad)
+    assert_gradient(head.ids, results[0][6], RowScales(*results[0][7:]), grad)
 
 
 @only_cuda

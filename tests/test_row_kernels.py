@@ -277,6 +277,17 @@ def test_scale(kernels, dtype, monkeypatch):
     assert kernels.largest_grid() == 16  # as many as there are tiles
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton", "cuda"], indirect=True)
+@pytest.mark.parametrize(
+    ("dtypes", "is_product"),
+    [((torch.float32, torch.bfloat16), True), ((torch.float32,) * 2, True), ((torch.bfloat16,) * 2, False)],
+)
+def test_scale_rows(kernels, dtypes, is_product):
+    """More columns than a program or block takes at once, in any place."""
+    for shift, width in enumerate((1, 8, 65, 72) if kernels.name != "cuda" else (1, 72, 2051, 4100)):
+        c.check_scale_rows(kernels, width, dtypes, is_product, shift)
+
+
 # --- kept ids -------------------------------------------------------------------------------------------------------
 
 

@@ -24,10 +24,21 @@ struct Product {
     int32_t dtype;
 };
 
-// Writes statistics, and in place of a gradient exponentials relative to the sampled id, in bfloat16: a row of them
-// times -dlogp unit[row] is d loss / d logits where no gradient goes through the entropy. Float32 or bfloat16 logits
-// are read once. `product`, in bfloat16, is what they are made of: rows that overflow are computed again.
-void exponentials(const RowArgs& args, const Product& product, float* unit, Stream stream);
+// What makes a row of exponentials d loss / d logits where no gradient goes through the entropy: -dlogp unit[row], and
+// dlogp sampled[row] for the sampled id, at which a row is 0.
+struct RowScales {
+    float *unit, *sampled;  // (rows,)
+};
+
+// Writes statistics, and in place of a gradient exponentials relative to the sampled id, in bfloat16. Float32 or
+// bfloat16 logits are read once. `product`, in bfloat16, is what they are made of: rows that overflow are computed
+// again.
+void exponentials(const RowArgs& args, const Product& product, const RowScales& scales, Stream stream);
+
+// Writes -dlogp unit[row] times rows of x to those of `grad`, rounded once. x, (rows, product.width), takes the place
+// of the logits. With `sampled` it is the product of exponentials and the weight, in float32: the sampled ids' entries
+// times their rows of the weight are added, and `grad` has a row per token. Without, hidden states, and a row per row.
+void scale_rows(const RowArgs& args, const Product& product, const RowScales& scales, Stream stream);
 
 enum Surrogate : int32_t { kClip, kCispoTwoSided, kCispoMask, kCispoUnified, kCispo, kSapo, kReinforce };
 enum Estimator : int32_t { kNone, kK1, kK2, kK3 };
@@ -72,7 +83,8 @@ bool has_products();  // whether the current device has them
 size_t fused_workspace(int64_t rows, int64_t vocab, const Product& product);
 
 // Writes what exponentials() does.
-void fused_exponentials(const RowArgs& args, const Product& product, float* unit, void* workspace, Stream stream);
+void fused_exponentials(const RowArgs& args, const Product& product, const RowScales& scales, void* workspace,
+                        Stream stream);
 
 // Writes statistics.
 void fused_logp(const RowArgs& args, const Product& product, void* workspace, Stream stream);

@@ -2,9 +2,10 @@
 // that a row of logits is read once and may be written over at once; the products of lm_head_epilogue.cuh never have
 // logits.
 //
-//     E_j = e^(z_j - z_id) slope_j    E_id = -rest slope_id    rest = sum_{j != id} e^(z_j - z_id)    S = 1 + rest
+//     E_j = e^(z_j - z_id) slope_j    E_id is stored as 0    rest = sum_{j != id} e^(z_j - z_id)    S = 1 + rest
 //     logp = -log S                   entropy = log S - sum_{j != id} e^(z_j - z_id) (z_j - z_id) / S
 //     d logp / d u_j = -E_j unit      unit = (scale / T) / S
+//     d logp / d u_id = sampled       sampled = (scale / T) (1 - p_id) slope_id
 //
 // 1 - p_id = rest / S keeps its digits however close to 1 p_id is. Where it is below 2^-80 the row is left to
 // repair.cuh.
@@ -24,15 +25,12 @@ struct Rest {
 };
 
 // ---- one thread per row, when the row's other exponentials have been written ----------------------------------------
-// `total` is the sum that belongs to the exponentials.
-GK_DEVICE void write_unit(const ExponentialLaunch& launch, int64_t row, const ExactScales& scales,
-                          const Statistics& found, double total) {
+// `total` is the sum that belongs to the exponentials; others: 1 - p of the sampled id, times its slope.
+GK_DEVICE void write_scales(const ExponentialLaunch& launch, int64_t row, const ExactScales& scales,
+                            const Statistics& found, double total, double others) {
     write_statistics(launch.rows, launch.rows.token_of[row], found);
-    launch.unit[row] = static_cast<float>(scales.chain / total);
-}
-
-GK_DEVICE void write_exponential(const RowArgs& args, int64_t row, int64_t column, float e) {
-    static_cast<uint16_t*>(args.grad)[row * args.grad_stride + column] = BFloat16::round(e);
+    launch.scales.unit[row] = static_cast<float>(scales.chain / total);
+    launch.scales.sampled[row] = static_cast<float>(scales.chain * others);
 }
 
 GK_DEVICE void finish_row(const ExponentialLaunch& launch, int64_t row, const Rest& rest, int column,
@@ -40,7 +38,7 @@ GK_DEVICE void finish_row(const ExponentialLaunch& launch, int64_t row, const Re
     const RowArgs& args = launch.rows;
     // Where the sampled id's logit is NaN, so are the hidden states: there is nothing to repair.
     if (column >= 0 && !(rest.exps <= kLargestRest) && sampled.y == sampled.y) {
-        launch.unit[row] = infinity();
+        launch.scales.unit[row] = infinity();
         return;
     }
     const ExactScales scales(args.params, args.temperature[args.token_of[row]]);
@@ -51,8 +49,8 @@ GK_DEVICE void finish_row(const ExponentialLaunch& launch, int64_t row, const Re
     found.lse = sampled.y * scales.to_z + found.log_sum;
     found.logp = static_cast<float>(-found.log_sum);
     found.entropy = static_cast<float>(found.log_sum - kLn2 * (rest.moment / (1.0 + rest.exps)));
-    write_unit(launch, row, scales, found, 1.0 + rest.exps);
-    if (column >= 0) write_exponential(args, row, column, -static_cast<float>(rest.exps) * sampled.slope);
+    const double total = 1.0 + rest.exps;
+    write_scales(launch, row, scales, found, total, column >= 0 ? rest.exps / total * sampled.slope : 0.0);
 }
 
 // ---- from logits ----------------------------------------------------------------------------------------------------

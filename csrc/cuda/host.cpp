@@ -48,10 +48,10 @@ void gradient(const RowArgs& args, Stream stream) {
     launch(kernel_name("gradient", args, true).c_str(), block_per_row(args, stream), RowLaunch{args, overlaps(args)});
 }
 
-void exponentials(const RowArgs& args, const Product& product, float* unit, Stream stream) {
+void exponentials(const RowArgs& args, const Product& product, const RowScales& scales, Stream stream) {
     if (product.dtype != kBfloat16) throw std::invalid_argument("exponentials: hidden and weight must be bfloat16");
     if (args.rows == 0) return;
-    const ExponentialLaunch call = {args, product, unit, overlaps(args)};
+    const ExponentialLaunch call = {args, product, scales, overlaps(args)};
     launch(kernel_name("exponentials", args, false).c_str(), block_per_row(args, stream), call);
     repair_rows(call, stream);
 }
@@ -75,6 +75,12 @@ void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream st
     const int64_t blocks = std::min<int64_t>(tiles, int64_t{kScaleBlocks} * current_device().multiprocessors);
     const LaunchConfig config = {static_cast<unsigned>(blocks), kScaleThreads, 0, 1, stream};
     launch((std::string("gk_scale_") + kSuffixes[dtype]).c_str(), config, ScaleArgs{x, factor, count});
+}
+
+void scale_rows(const RowArgs& args, const Product& product, const RowScales& scales, Stream stream) {
+    if (args.rows == 0) return;
+    const LaunchConfig config = {static_cast<unsigned>(args.rows), kScaleThreads, 0, 1, stream};
+    launch(kernel_name("scale_rows", args, true).c_str(), config, ExponentialLaunch{args, product, scales, 0});
 }
 
 }  // namespace gk::cuda

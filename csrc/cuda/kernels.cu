@@ -24,6 +24,9 @@ using f16 = Float16;
 #define GK_SCALE(In) \
     GK_KERNEL(gk_scale_##In, ScaleArgs, kScaleThreads, kScaleBlocks) { scale<In>(args); }
 
+#define GK_SCALE_ROWS(In, Out) \
+    GK_KERNEL(gk_scale_rows_##In##_##Out, ExponentialLaunch, kScaleThreads, kScaleBlocks) { scale_rows<In, Out>(args); }
+
 GK_STATS(f32)
 GK_STATS(bf16)
 GK_STATS(f16)
@@ -37,6 +40,9 @@ GK_EXPONENTIALS(bf16)
 GK_SCALE(f32)
 GK_SCALE(bf16)
 GK_SCALE(f16)
+GK_SCALE_ROWS(f32, bf16)
+GK_SCALE_ROWS(f32, f32)
+GK_SCALE_ROWS(bf16, bf16)
 
 GK_KERNEL(gk_objective, ObjectiveArgs, kObjectiveThreads, 2) { objective(args); }
 GK_KERNEL(gk_repair_rows, ExponentialLaunch, kRepairThreads, kRepairBlocks) { repair_rows(args); }

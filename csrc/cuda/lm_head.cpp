@@ -46,10 +46,10 @@ int64_t parts_that_end_together(int64_t row_blocks, int64_t tiles, int64_t clust
 }
 
 // ---- workspace: partial results, then the sampled ids' logits and slopes --------------------------------------------
-KernelArgs make_kernel_args(const RowArgs& args, const Product& product, float* unit, void* workspace) {
+KernelArgs make_kernel_args(const RowArgs& args, const Product& product, const RowScales& scales, void* workspace) {
     KernelArgs k = {};
-    k.call = {args, product, unit, 0};
-    k.schedule = make_schedule(args.rows, args.vocab, product.width, unit == nullptr);
+    k.call = {args, product, scales, 0};
+    k.schedule = make_schedule(args.rows, args.vocab, product.width, scales.unit == nullptr);
     k.partials = static_cast<Partial*>(workspace);
     k.y_ids = reinterpret_cast<float*>(k.partials + args.rows * k.schedule.parts);
     k.slope_ids = k.y_ids + args.rows;
@@ -58,7 +58,7 @@ KernelArgs make_kernel_args(const RowArgs& args, const Product& product, float* 
     };
     map(product.hidden, args.rows, product.width, product.hidden_stride, kTileRows, &k.hidden);
     map(product.weight, args.vocab, product.width, product.weight_stride, kTileRows, &k.weight);
-    if (unit) map(args.grad, args.rows, args.vocab, args.grad_stride, kStoredRows, &k.exponentials);
+    if (scales.unit) map(args.grad, args.rows, args.vocab, args.grad_stride, kStoredRows, &k.exponentials);
     return k;
 }
 
@@ -97,13 +97,14 @@ size_t fused_workspace(int64_t rows, int64_t vocab, const Product& product) {
 }
 
 void fused_logp(const RowArgs& args, const Product& product, void* workspace, Stream stream) {
-    const KernelArgs k = make_kernel_args(args, product, nullptr, workspace);
+    const KernelArgs k = make_kernel_args(args, product, {}, workspace);
     launch_product("fused_logp", k, stream);
     launch_rows("gk_head_combine_statistics", k, stream);
 }
 
-void fused_exponentials(const RowArgs& args, const Product& product, float* unit, void* workspace, Stream stream) {
-    const KernelArgs k = make_kernel_args(args, product, unit, workspace);
+void fused_exponentials(const RowArgs& args, const Product& product, const RowScales& scales, void* workspace,
+                        Stream stream) {
+    const KernelArgs k = make_kernel_args(args, product, scales, workspace);
     launch_rows("gk_head_sampled_logits", k, stream);
     launch_product("fused_exponentials", k, stream);
     launch_rows("gk_head_finish_rows", k, stream);

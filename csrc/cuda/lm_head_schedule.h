@@ -48,7 +48,7 @@ struct Partial {
 
 struct KernelArgs {
     TensorMap hidden, weight, exponentials;
-    ExponentialLaunch call;  // fused_logp: without a unit
+    ExponentialLaunch call;  // fused_logp: without scales
     Schedule schedule;
     Partial* partials;  // (rows, parts)
     float* y_ids;       // (rows,) logits of the sampled ids under the softcap

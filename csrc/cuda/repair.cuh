@@ -69,6 +69,7 @@ GK_DEVICE void repair_row(const ExponentialLaunch& launch, int64_t row) {
     const int64_t token = args.token_of[row];
     const float to_exponent = make_scales(args.params, args.temperature[token]).to_exponent;
     const int id = sampled_column(args, token);
+    auto* const exponentials = static_cast<uint16_t*>(args.grad) + row * args.grad_stride;
     float own_top = -infinity();
     double own_exps = 0.0, own_moment = 0.0;
     for (int64_t column = warp_index(); column < args.vocab; column += kRepairWarps)
@@ -79,21 +80,19 @@ GK_DEVICE void repair_row(const ExponentialLaunch& launch, int64_t row) {
         const float t = exponent(logit.y, origin_of(top), to_exponent), e = exp2_fast(t);
         own_exps += e;
         own_moment += e * t;
-        if (lane_index() == 0) write_exponential(args, row, column, e * logit.slope);
+        if (lane_index() == 0) exponentials[column] = BFloat16::round(column == id ? 0.f : e * logit.slope);
     }
     const Sums<double> sums = {top, sum_across_warps(own_exps), sum_across_warps(own_moment)};
     const Logit sampled = logit_of(launch, row, id);
     if (thread_index() > 0) return;
     const ExactScales scales(args.params, args.temperature[token]);
     const Statistics found = make_statistics(sums, scales, {id, sampled.y, sampled.slope});
-    write_unit(launch, row, scales, found, sums.exps);
-    // E_id - S, without the cancellation
-    write_exponential(args, row, id, static_cast<float>(sums.exps) * expm1f(found.logp) * sampled.slope);
+    write_scales(launch, row, scales, found, sums.exps, -expm1f(found.logp) * sampled.slope);
 }
 
 GK_DEVICE void repair_rows(const ExponentialLaunch& launch) {
     for (int64_t row = block_index(); row < launch.rows.rows; row += block_count())
-        if (launch.unit[row] == infinity()) repair_row(launch, row);
+        if (launch.scales.unit[row] == infinity()) repair_row(launch, row);
 }
 
 }  // namespace gk::cuda

@@ -5,8 +5,7 @@
 // Blocks take turns over tiles, a group of vectors for each of their threads. Tiles begin at multiples of 16 bytes
 // wherever x does, so that only its ends are partial vectors; a tile is a row whose columns are counted in 32 bits.
 #pragma once
-#include "elements.cuh"
-#include "kernels.h"
+#include "rows.cuh"
 
 namespace gk::cuda {
 
@@ -31,6 +30,35 @@ GK_DEVICE void scale(const ScaleArgs& args) {
             }
         });
     }
+}
+
+// A block per row; see api.h. A token without a gradient gets 0, whatever its row holds.
+template <class In, class Out>
+GK_DEVICE void scale_rows(const ExponentialLaunch& call) {
+    RowArgs args = call.rows;
+    const int64_t row = block_index(), token = args.token_of[row];
+    const float dlogp = args.dlogp[token], factor = -dlogp * call.scales.unit[row];
+    const int id = call.scales.sampled ? sampled_column(args, token) : -1;
+    const float entry = id >= 0 ? dlogp * call.scales.sampled[row] : 0.f;
+    const auto* const of_id =
+        static_cast<const uint16_t*>(call.product.weight) + (id < 0 ? 0 : id) * call.product.weight_stride;
+    args.vocab = call.product.width;  // the columns of x
+    const Source<In> source = source_of<In>(args, row);
+    const Target<Out, In> target = target_of<In, Out>(args, call.scales.sampled ? token : row, source);
+    walk(source, 0, source.vectors(), thread_index(), block_threads(), [&](const auto& group, int vector) {
+        GK_UNROLL for (const Vector& packed : group) {
+            float x[kPerVector<In>];
+            unpack<In>(packed, x);
+            GK_UNROLL for (int k = 0; k < kPerVector<In>; k++) {
+                const int column = source.column(vector) + k;
+                x[k] *= factor;
+                if (id >= 0 && source.inside(column)) x[k] = fmaf(entry, BFloat16::load(of_id[column]), x[k]);
+                if (dlogp == 0.f) x[k] = 0.f;
+            }
+            target.store(source, vector, x);
+            vector += block_threads();
+        }
+    });
 }
 
 }  // namespace gk::cuda

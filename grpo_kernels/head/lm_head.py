@@ -9,7 +9,8 @@ the front half of each float32 row (row stride 2V), so that there is no second b
 
 In a row of 16-bit dlogits the entry of the sampled id is as large as all others together, and so is the error of its
 rounding. This error is corrected in O(H) per token: dhidden gets what the rounding took, times the id's row of W;
-dweight gets the exact entries after the last chunk, so that their sum is rounded once, not once per chunk.
+dweight gets the exact entries after the last chunk, so that their sum is rounded once, not once per chunk. Exponentials
+come without it, and with its exact value apart.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..checks.plain import materialized
-from ..kernels.operations import Backend, KeptPairs, Rows
+from ..kernels.operations import Backend, HeadChunk, KeptPairs, Rows, RowScales
 from .chunk_size import (
     STATISTICS_BYTES,
     ChunkTypes,
@@ -49,12 +50,9 @@ class SampledEntries(NamedTuple):
         """Returns the columns (C, 1), 0 where this rank has none."""
         return self.ids.clamp(min=0)[:, None]
 
-    def rounding_errors(self, dlogits: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Returns what rounding took from the sampled entries of dlogits (C, V), or of dlogits times `scale` (C,): (C,
-        1) float32."""
+    def rounding_errors(self, dlogits: Tensor) -> Tensor:
+        """Returns what rounding took from the sampled entries of dlogits (C, V): (C, 1) float32."""
         rounded = dlogits.gather(1, self.columns).float()
-        if scale is not None:
-            rounded *= scale[:, None]
         return torch.where(self.ids[:, None] >= 0, self.values[:, None] - rounded, 0.0)
 
     def as_rounded(self, dlogits: Tensor) -> SampledEntries:
@@ -139,7 +137,7 @@ class LMHead:
                 self.held_dtypes[i] = torch.promote_types(self.held_dtypes[i], torch.float32)
         dweight_dtype = self.held_dtypes[1]
         self.dweight = WeightGradient(weight, self.grad_dtype, dweight_dtype, backend, rounds_once=accumulate_in_fp32)
-        self._taken_out: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, ids and values of entries, by chunk
+        self._taken_out: list[tuple[Rows, Tensor, Tensor]] = []  # tokens, ids and values of entries, by chunk
 
         entry_bytes = types.logits.itemsize + (0 if types.in_place else types.gradients.itemsize)
         entry_bytes += 0 if teacher_dtype is None else teacher_dtype.itemsize
@@ -266,38 +264,42 @@ class LMHead:
             if sampled is not None:
                 missing = sampled.rounding_errors(dlogits) * self.weight[sampled.columns[:, 0]]
             self._put_dhidden(rows, self._times_weight(dlogits, missing))
-        self._keep_sampled(rows, dlogits, sampled)
+        if sampled is not None and (self.wants[1] or self.wants[2]):
+            sampled.take_out(dlogits)
+            self._keep_sampled(rows, sampled)
         if self.wants[2]:
             self.add_dbias(dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32)))
         if self.wants[1]:
             self.dweight.add(dlogits, self.hidden_rows(rows))
 
-    def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor, sampled: SampledEntries) -> None:
-        """Does the same for dlogits = scale[:, None] * exponentials, scale (P,) float32, which is never formed."""
+    def accumulate_scaled(self, chunk: HeadChunk, exponentials: Tensor, dlogp: Tensor, scales: RowScales) -> None:
+        """Does the same for the dlogits that are multiples of exponentials (C, V), which are never formed. dlogp (N,):
+        d loss / d logp."""
+        rows, dlogp_rows, scale_rows = chunk.rows, chunk.rows.take(dlogp), self.backend.scale_rows
         if self.wants[0]:
-            missing = sampled.rounding_errors(exponentials, scale)
-            values = product(exponentials, self.weight).mul_(scale[:, None])
-            self._put_dhidden(rows, values.addcmul_(missing, self.weight[sampled.columns[:, 0]]))
-        self._keep_sampled(rows, exponentials, sampled)
+            dhidden = self.dhidden_to_write(every_row=rows.index is None)
+            scale_rows(product(exponentials, self.weight), dlogp, scales, chunk, dhidden, is_product=True)
         if self.wants[1]:
-            h = self.hidden_rows(rows)
-            self.dweight.add(exponentials, (scale[:, None] * h).to(h.dtype))
+            scaled = torch.empty_like(chunk.hidden, memory_format=torch.contiguous_format)
+            scale_rows(chunk.hidden, dlogp, scales, chunk, scaled, is_product=False)
+            self.dweight.add(exponentials, scaled)
         if self.wants[2]:
+            scale = torch.where(dlogp_rows == 0, 0.0, -dlogp_rows * scales.row_scale)
             self.add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
+        self._keep_sampled(rows, SampledEntries(rows.take(chunk.ids), dlogp_rows * scales.sampled))
 
-    def _keep_sampled(self, rows: Rows, dlogits: Tensor, sampled: SampledEntries | None) -> None:
-        """Moves the sampled entries out of a chunk, to be added after the last one."""
-        if sampled is None or not (self.wants[1] or self.wants[2]):
-            return
-        sampled.take_out(dlogits)
+    def _keep_sampled(self, rows: Rows, sampled: SampledEntries) -> None:
+        """Keeps the entries that a chunk's dlogits do not have, to be added after the last one."""
         values = sampled.values if self.gradient_scale is None else sampled.values / self.gradient_scale
-        self._taken_out.append((rows.tokens(dlogits.device), sampled.ids, values))
+        self._taken_out.append((rows, sampled.ids, values))
 
     def _add_sampled(self) -> None:
         if self._taken_out:
-            tokens, ids, values = (torch.cat(x) for x in zip(*self._taken_out, strict=True))
+            chunks, ids, values = zip(*self._taken_out, strict=True)
             self._taken_out = []
-            self.add_pairs(values, KeptPairs(ids.to(torch.int32), tokens.to(torch.int32)))
+            numbers = torch.arange(self.num_tokens, dtype=torch.int32, device=self.hidden.device)
+            tokens = torch.cat([rows.take(numbers) for rows in chunks])
+            self.add_pairs(torch.cat(values), KeptPairs(torch.cat(ids).to(torch.int32), tokens))
 
     def add_pairs(self, dlogits: Tensor, pairs: KeptPairs) -> None:
         """Adds the contributions of pairs of a token and an id, dlogits (M,), to dweight and dbias. With float16, call

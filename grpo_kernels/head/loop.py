@@ -224,14 +224,12 @@ class TokenBatch:
         z, _ = transformed(chunk.logits.gather(1, ids).double(), bias, rows.take(self.temperature), self.transform)
         return z[:, 0] - rows.take(self.stats.lse)
 
-    def sampled_entries(
-        self, rows: Rows, logp: Tensor, dlogp: Tensor, dentropy: Tensor | None = None
-    ) -> SampledEntries:
+    def sampled_entries(self, rows: Rows, logp: Tensor, dlogp: Tensor, dentropy: Tensor) -> SampledEntries:
         """Returns d loss / d logits of a chunk at the sampled ids. logp (C,): theirs; dlogp, dentropy (N,): d loss / d
         logp and d loss / d entropy."""
-        ids, temperature, dlogp_rows = rows.take(self.ids), rows.take(self.temperature), rows.take(dlogp)
+        ids, temperature = rows.take(self.ids), rows.take(self.temperature)
+        dlogp_rows, dentropy_rows = rows.take(dlogp), rows.take(dentropy)
         lse, entropy = rows.take(self.stats.lse), rows.take(self.stats.entropy)
-        dentropy_rows = torch.zeros_like(dlogp_rows) if dentropy is None else rows.take(dentropy)
         values = gradient_of_sampled(logp, torch.where(dentropy_rows == 0, 0.0, entropy), dlogp_rows, dentropy_rows)
         values = values * (self.transform.logit_scale / temperature)
         if self.transform.softcap:
@@ -328,15 +326,12 @@ class Exponentials(Chunk):
         assert isinstance(head, LMHead) and batch.backend.exponentials is not None
         chunk = self._compute_logits()
         self.exponentials = head.row_gradients(self.rows, chunk.logits)
-        self.row_scale = batch.backend.exponentials(chunk, batch.head_chunk(self.rows), self.exponentials)
+        self.scales = batch.backend.exponentials(chunk, batch.head_chunk(self.rows), self.exponentials)
 
     def backward(self, dlogp: Tensor, dentropy: Tensor) -> None:
-        head, dlogp_rows = self.batch.head, self.rows.take(dlogp)
+        head = self.batch.head
         assert isinstance(head, LMHead)
-        # A token without a gradient has none whatever its row holds.
-        scale = torch.where(dlogp_rows == 0, 0.0, -dlogp_rows * self.row_scale)
-        sampled = self.batch.sampled_entries(self.rows, self.rows.take(self.batch.stats.logp), dlogp)
-        head.accumulate_scaled(self.rows, self.exponentials, scale, sampled)
+        head.accumulate_scaled(self.batch.head_chunk(self.rows), self.exponentials, dlogp.contiguous(), self.scales)
 
 
 class FusedExponentials(Exponentials):
@@ -348,7 +343,7 @@ class FusedExponentials(Exponentials):
         batch, head = self.batch, self.batch.head
         assert isinstance(head, LMHead) and batch.backend.fused_exponentials is not None
         self.exponentials = head.scratch.gradients(self.rows.count)
-        self.row_scale = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
+        self.scales = batch.backend.fused_exponentials(batch.head_chunk(self.rows), self.exponentials)
 
 
 def sequence_chunks(lengths: list[int], most: int) -> Iterator[tuple[int, int, slice]]:

@@ -172,6 +172,20 @@ class HeadChunk(NamedTuple):
     transform: LogitTransform
 
 
+class RowScales(NamedTuple):
+    """What makes rows of exponentials E, 0 at the sampled ids, d loss / d logits: -dlogp * row_scale * E, and at the
+    sampled id dlogp * sampled. Its entry, as large as all others together, is not rounded with them."""
+
+    row_scale: Tensor  # (C,) float32
+    sampled: Tensor  # (C,) float32; 0 where there is no sampled id
+
+    @classmethod
+    def empty(cls, exponentials: Tensor) -> RowScales:
+        """Returns memory to be filled for these rows, each tensor on 16 bytes whatever their number is."""
+        count, device = len(exponentials), exponentials.device
+        return cls(*(torch.empty(count, dtype=torch.float32, device=device) for _ in range(2)))
+
+
 class TokenMask(NamedTuple):
     """A SamplingMask, flat; or the part of it that lies in a slice of the vocabulary."""
 
@@ -258,12 +272,12 @@ class Backend:
         d loss / d entropy and the statistics. `out` may start where the logits do.
     divergence(chunk: LogitChunk) -> (2, C): the shares of a slice of the vocabulary in the divergence and its offset,
         from log-sum-exps of both sides over the whole vocabulary.
-    exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> row_scale (C,) float32: writes the
-        statistics and the exponentials e^(z - z_id). Where no gradient goes through the entropy, d loss / d logits is
-        -dlogp * row_scale times a row of `out`. The logits are read once, and `out` may lie over the front of them.
-        `head`: what the logits are a product of, for rows that have to be computed again.
-    fused_exponentials(head: HeadChunk, out (C, V) bfloat16) -> row_scale (C,): the same from the epilogue of the
-        product, without logits.
+    exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> RowScales: writes the statistics and the
+        exponentials e^(z - z_id), of which d loss / d logits is a multiple where no gradient goes through the entropy.
+        The logits are read once, and `out` may lie over the front of them. `head`: what the logits are a product of,
+        for rows that have to be computed again.
+    fused_exponentials(head: HeadChunk, out (C, V) bfloat16) -> RowScales: the same from the epilogue of the product,
+        without logits.
     fused_logp(head: HeadChunk, entropy: bool): writes the statistics, without logits. entropy: whether it is wanted.
     sparse_gradient(chunk, dlogp (N,), dentropy (N,), rule: SparseRule, out: SparseRows): `gradient` by this rule; the
         logits stay as they are. No pairs for a token without a gradient.
@@ -277,6 +291,10 @@ class Backend:
         written, 0 for ids without a pair.
     objective(inputs: ObjectiveInputs, logp, entropy, dlogp (N,), rows: Rows | None): writes d loss / d logp of these
         rows' tokens; with rows=None of all tokens, and returns Sums in one row. See fused_objective.py; float32.
+    scale_rows(x (C, H), dlogp (N,), scales: RowScales, head: HeadChunk, out, *, is_product: bool): writes x * (-dlogp *
+        row_scale), computed in float32 and rounded once. is_product: x is the product of exponentials and the weight in
+        float32; the sampled ids' entries times their rows of the weight are added, and `out` (N, H) is dhidden, whose
+        rows of these tokens are written. Else x holds hidden states, and `out` is (C, H). A token of dlogp 0 gets 0.
     scale(x, factor): x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once.
     """
 
@@ -290,8 +308,9 @@ class Backend:
     kept_dhidden: Callable[..., None]
     kept_dweight: Callable[..., None]
     scale: Callable[[Tensor, Tensor], None]
-    exponentials: Callable[..., Tensor] | None = None
-    fused_exponentials: Callable[..., Tensor] | None = None
+    scale_rows: Callable[..., None]
+    exponentials: Callable[..., RowScales] | None = None
+    fused_exponentials: Callable[..., RowScales] | None = None
     fused_logp: Callable[..., None] | None = None
     objective: Callable[..., Any] | None = None
     # Which of the two fused products serve (hidden (..., H), weight (V, H)), and pay on this GPU.

@@ -34,6 +34,10 @@ class Emulated(Backend):
         """Returns the blocks of the largest launch since `use`."""
         return self.controls.gk_emulator_largest_grid()
 
+    def launches(self) -> int:
+        """Returns the number of launches since `use`."""
+        return self.controls.gk_emulator_launches()
+
     def longest_cluster(self, rows: int, vocab: int, width: int, any_batch: bool = False) -> float:
         """Returns the longest time of a cluster of a product, in tiles of 128 x 256 and a twentieth for each item."""
         return self.controls.gk_longest_cluster(*map(ctypes.c_int64, (rows, vocab, width)), any_batch)
@@ -50,7 +54,7 @@ def load(path: Path) -> Emulated:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     controls = ctypes.CDLL(str(path))
-    controls.gk_emulator_largest_grid.restype = ctypes.c_uint
+    controls.gk_emulator_largest_grid.restype = controls.gk_emulator_launches.restype = ctypes.c_uint
     controls.gk_items_cover.restype = ctypes.c_bool
     controls.gk_longest_cluster.restype = ctypes.c_double
     return Emulated(**vars(CudaKernels(module, "cpu").over(TORCH)), controls=controls)

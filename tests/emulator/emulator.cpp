@@ -32,7 +32,7 @@ constexpr const char* kStateNames[] = {
 struct Settings {
     unsigned order = 0;
     cuda::Device device = {90, 132, 232448};  // an H200's
-    unsigned largest_grid = 0;
+    unsigned largest_grid = 0, launches = 0;
 };
 Settings& settings() {
     static Settings settings;
@@ -356,6 +356,7 @@ void launch(const char* kernel, const LaunchConfig& config, const void* argument
     if (config.cluster > 1 && device.capability < 90) fail("no clusters on this device");
     if (config.shared > static_cast<unsigned>(device.shared_per_block)) fail("too much shared memory");
     settings().largest_grid = std::max(settings().largest_grid, config.grid);
+    settings().launches++;
     machine().launch(kernel, found->second, config, argument);
 }
 
@@ -375,10 +376,11 @@ using gk::emulator::settings;
 GK_EXPORT void gk_emulator_use(const int* device, unsigned order) {
     settings().device = {device[0], device[1], device[2]};
     settings().order = order;
-    settings().largest_grid = 0;
+    settings().largest_grid = settings().launches = 0;
 }
 
 GK_EXPORT unsigned gk_emulator_largest_grid() { return settings().largest_grid; }
+GK_EXPORT unsigned gk_emulator_launches() { return settings().launches; }
 
 // The longest time of a cluster, in tiles, where an item costs a twentieth of one beyond its own.
 GK_EXPORT double gk_longest_cluster(int64_t rows, int64_t vocab, int64_t width, bool any_batch) {

@@ -16,6 +16,7 @@ from ..operations import (
     HeadChunk,
     LogitChunk,
     Rows,
+    RowScales,
     chunk_row_stride,
     contiguous_rows,
     multiplies_by_tma,
@@ -40,9 +41,9 @@ class CudaKernels:
         self.others = others
         return replace(
             others, name="cuda", statistics=self.statistics, gradient=self.gradient, objective=self.objective,
-            scale=self.scale, exponentials=self.exponentials, fused_exponentials=self.fused_exponentials,
-            fused_logp=self.fused_logp, fused_products=self.fused_products, takes_teachers=False,
-            unavailable_reason=self.unavailable_reason,
+            scale=self.scale, scale_rows=self.scale_rows, exponentials=self.exponentials,
+            fused_exponentials=self.fused_exponentials, fused_logp=self.fused_logp, fused_products=self.fused_products,
+            takes_teachers=False, unavailable_reason=self.unavailable_reason,
         )  # fmt: skip
 
     def call(self, function: Callable[..., None], device: torch.device, *arguments: object) -> None:
@@ -59,11 +60,10 @@ class CudaKernels:
     def gradient(self, chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) -> None:
         self.call(self.module.gradient, chunk.logits.device, *row_arguments(chunk, dlogp, dentropy, out))
 
-    def exponentials(self, chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
-        row_scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
-        rows = row_arguments(chunk, out=out)
-        self.call(self.module.exponentials, out.device, *rows, *_product(head.hidden, head), row_scale)
-        return row_scale
+    def exponentials(self, chunk: LogitChunk, head: HeadChunk, out: Tensor) -> RowScales:
+        rows, scales = row_arguments(chunk, out=out), RowScales.empty(out)
+        self.call(self.module.exponentials, out.device, *rows, *_product(head.hidden, head), *scales)
+        return scales
 
     def objective(
         self, inputs: ObjectiveInputs, logp: Tensor, entropy: Tensor, dlogp: Tensor, rows: Rows | None
@@ -80,6 +80,13 @@ class CudaKernels:
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         self.call(self.module.scale, x.device, x, DTYPES[x.dtype], x.numel(), factor)
+
+    def scale_rows(
+        self, x: Tensor, dlogp: Tensor, scales: RowScales, head: HeadChunk, out: Tensor, *, is_product: bool
+    ) -> None:
+        rows = _head_arguments(head, contiguous_rows(x), dlogp, out)
+        sampled = scales.sampled if is_product else None
+        self.call(self.module.scale_rows, x.device, *rows, *_product(head.hidden, head), scales.row_scale, sampled)
 
     # --- products with the softmax in their epilogue --------------------------------------------------------------
 
@@ -100,12 +107,12 @@ class CudaKernels:
             return self.others.fused_logp(head, entropy)
         return self._fused(self.module.fused_logp, head)
 
-    def fused_exponentials(self, head: HeadChunk, out: Tensor) -> Tensor:
+    def fused_exponentials(self, head: HeadChunk, out: Tensor) -> RowScales:
         if self.others.fused_exponentials and not self._has_products(out.device):
             return self.others.fused_exponentials(head, out)
-        row_scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
-        self._fused(self.module.fused_exponentials, head, out, row_scale)
-        return row_scale
+        scales = RowScales.empty(out)
+        self._fused(self.module.fused_exponentials, head, out, *scales)
+        return scales
 
     def _has_products(self, device: torch.device) -> bool:
         with _on(device):
@@ -113,16 +120,13 @@ class CudaKernels:
         return has_products
 
     def _fused(
-        self, function: Callable[..., None], head: HeadChunk, out: Tensor | None = None, *row_scale: Tensor
+        self, function: Callable[..., None], head: HeadChunk, out: Tensor | None = None, *scales: Tensor
     ) -> None:
-        hidden, size, rows = rows_for_tma(head.hidden), (len(head.hidden), len(head.weight)), head.rows
+        hidden, size = rows_for_tma(head.hidden), (len(head.hidden), len(head.weight))
         device, product = hidden.device, _product(hidden, head)
         with _on(device):
             workspace = torch.empty(self.module.fused_workspace(*size, *product), dtype=torch.uint8, device=device)
-            self.call(
-                function, device, *matrix(None), *size, None, head.ids, rows.start, rows.index, head.temperature,
-                *head.stats, None, None, *matrix(out), *head.transform, *product, *row_scale, workspace,
-            )  # fmt: skip
+            self.call(function, device, *_head_arguments(head, None, None, out), *product, *scales, workspace)
 
     # --- where they run -------------------------------------------------------------------------------------------
 
@@ -145,6 +149,14 @@ class CudaKernels:
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` the thread's current device: the module launches there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _head_arguments(head: HeadChunk, x: Tensor | None, dlogp: Tensor | None, out: Tensor | None) -> tuple[object, ...]:
+    """Returns the fields of gk::RowArgs for rows of a head, with x in place of the logits."""
+    return (
+        *matrix(x), len(head.hidden), len(head.weight), None, head.ids, head.rows.start, head.rows.index,
+        head.temperature, *head.stats, dlogp, None, *matrix(out), *head.transform,
+    )  # fmt: skip
 
 
 def _product(hidden: Tensor, head: HeadChunk) -> tuple[object, ...]:

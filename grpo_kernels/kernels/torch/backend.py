@@ -16,6 +16,7 @@ TORCH = Backend(
     kept_dhidden=kept.kept_dhidden,
     kept_dweight=kept.kept_dweight,
     scale=rows.scale,
+    scale_rows=rows.scale_rows,
 )
 
 

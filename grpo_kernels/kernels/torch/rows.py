@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operations import LogitChunk, SparseRows, SparseRule, Statistics
+from ..operations import HeadChunk, LogitChunk, Rows, RowScales, SparseRows, SparseRule, Statistics
 from .sparse import start_of_sum, write_pairs
 from .teacher import divergence_gradient, put_divergence, sums
 from .transform import minus_lse, transformed
@@ -90,6 +90,20 @@ def scale(x: Tensor, factor: Tensor) -> None:
     # On a GPU torch rounds a factor to the 16 bits of x before it multiplies: 65,536 becomes infinite.
     for piece in x.view(-1).split(SCALED_AT_ONCE):
         piece.copy_(piece.float().mul_(factor))
+
+
+def scale_rows(
+    x: Tensor, dlogp: Tensor, scales: RowScales, head: HeadChunk, out: Tensor, *, is_product: bool
+) -> None:  # fmt: skip
+    rows, ids, dlogp = head.rows, head.rows.take(head.ids), head.rows.take(dlogp)
+    values = x.float() * (-dlogp * scales.row_scale)[:, None]
+    if is_product:
+        known = ((ids >= 0) & (ids < len(head.weight)))[:, None]
+        added = (dlogp * scales.sampled)[:, None] * head.weight[torch.where(known[:, 0], ids, 0)]
+        values += torch.where(known, added, 0.0)
+    else:
+        rows = Rows(0, rows.count)
+    rows.put(out, values.masked_fill_((dlogp == 0)[:, None], 0.0))
 
 
 def _row_statistics(z: Tensor, ids: Tensor) -> Statistics:

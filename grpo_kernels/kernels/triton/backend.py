@@ -72,6 +72,7 @@ TRITON = replace(
     kept_dhidden=on_device(kept.kept_dhidden),
     kept_dweight=on_device(kept.kept_dweight),
     scale=on_device(scale.scale),
+    scale_rows=on_device(scale.scale_rows),
     exponentials=on_device(exponentials.exponentials),
     fused_exponentials=on_device(fused_products.fused_exponentials),
     fused_logp=on_device(fused_products.fused_logp),

@@ -4,15 +4,15 @@ logits.
     y and z as in rows.py        t_j = z_j - z_id        E_j = e^(t_j) dy/du_j
     R = sum_(j != id) e^(t_j)        S = 1 + R        lse = z_id + log S        logp = -log1p(R)
     entropy = log S - sum_j e^(t_j) t_j / S        row_scale = dz_du / S
-    E_id <- (1 - S) dy/du_id = -R dy/du_id         d loss / d u_j = -dlogp row_scale E_j for every j
+    d loss / d u_j = -dlogp row_scale E_j        d loss / d u_id = dlogp sampled        sampled = row_scale R dy/du_id
 
 The sampled id as the reference is known before the row is: one read and one write of the row yield its statistics and
 its gradient, up to a number per row, and the gradients of hidden states and weights are plain products with E. logp
-and 1 - p keep their digits where p is near 1: R is summed without the sampled id. The caller guarantees that no
-gradient goes through the entropy. E may lie over the front of the logits' rows, as in rows.py.
+and 1 - p keep their digits where p is near 1: R is summed without the sampled id, for which 0 is stored. The caller
+guarantees that no gradient goes through the entropy. E may lie over the front of the logits' rows, as in rows.py.
 
 Rows whose R passes 2^80 (p below e^-55) are repaired: logits again, twice, from hidden states and weight, E relative to
-the row's maximum, row_scale = dz_du / S' and E_id - S' with the S' of that maximum. bfloat16 has the range of float32:
+the row's maximum, and row_scale = dz_du / S' with the S' of that maximum. bfloat16 has the range of float32:
 exponents end at 2^100, far above what an unrepaired row holds, so nothing overflows. A program of repair returns at
 once for any other row: no host decides, none waits. A repaired row reads the whole weight twice through one
 multiprocessor, tens of milliseconds when nothing else runs; a row of NaN is not repaired.
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operations import HeadChunk, LogitChunk, Statistics, contiguous_rows
+from ..operations import HeadChunk, LogitChunk, RowScales, Statistics, contiguous_rows
 from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 from .matmul import Head, head_of
 from .rows import (
@@ -59,29 +59,28 @@ class ExpOutput(NamedTuple):
     exps: Tensor  # E (C, V)
     row_stride: int  # its; not as a Matrix: Triton 3.6 loses a number in a tuple inside a tuple if it is 1
     stats: Statistics
-    row_scale: Tensor  # (C,) float32
+    scales: RowScales
     overflowed: Tensor  # (C,) int8: whether repair_kernel has to write a row again
 
     @classmethod
     def of(cls, exps: Tensor, stats: Statistics) -> ExpOutput:
-        row_scale = torch.empty(len(exps), dtype=torch.float32, device=exps.device)
-        return cls(exps, exps.stride(0), stats, row_scale, torch.empty_like(row_scale, dtype=torch.int8))
+        overflowed = torch.empty(len(exps), dtype=torch.int8, device=exps.device)
+        return cls(exps, exps.stride(0), stats, RowScales.empty(exps), overflowed)
 
 
 @triton.jit
 def add_exponentials(y, slope, y_id, to_exponent, is_id, sums):
-    """Returns E of y (ROWS, COLUMNS), and the sums of 2^t and of 2^t t with those of all but the sampled id added."""
+    """Returns E of y (ROWS, COLUMNS), 0 at the sampled id, and the sums of 2^t and of 2^t t with the others added."""
     t = exponent(y, y_id[:, None], to_exponent[:, None])
     t = tl.where(t > HIGHEST_EXPONENT, HIGHEST_EXPONENT, t)
-    e = tl.exp2(t)
-    others = tl.where(is_id, 0.0, e)
+    e = tl.where(is_id, 0.0, tl.exp2(t))
     rest, moment = sums
-    return e * slope, (rest + tl.sum(others, 1).to(tl.float64), moment + tl.sum(others * t, 1).to(tl.float64))
+    return e * slope, (rest + tl.sum(e, 1).to(tl.float64), moment + tl.sum(e * t, 1).to(tl.float64))
 
 
 @triton.jit
-def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales, out):
-    """Stores the statistics, row_scale and E_id of rows. Where the sum overflowed, repair_kernel writes them again."""
+def store_statistics(sums, y_id, slope_id, known, live, rows, token, scales, out):
+    """Stores the statistics and RowScales of rows. Where the sum overflowed, repair_kernel writes them again."""
     rest, moment = sums
     to_z, dz_du = scales
     # Where the sampled id's logit is NaN, so are the hidden states: there is nothing to repair.
@@ -92,9 +91,10 @@ def store_statistics(sums, y_id, slope_id, ids, known, live, rows, token, scales
     tl.store(out.stats.logp + token, (-log_sum).to(tl.float32), mask=live)
     tl.store(out.stats.lse + token, y_id.to(tl.float64) * to_z + log_sum, mask=live)
     tl.store(out.stats.entropy + token, entropy, mask=live)
-    tl.store(out.row_scale + rows, (dz_du / (1.0 + rest)).to(tl.float32), mask=live)
-    at_id = out.exps + rows.to(tl.int64) * out.row_stride + ids
-    tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(out.exps.dtype.element_ty), mask=known)
+    row_scale = dz_du / (1.0 + rest)
+    tl.store(out.scales.row_scale + rows, row_scale.to(tl.float32), mask=live)
+    sampled = tl.where(known, row_scale * rest * slope_id, 0.0)
+    tl.store(out.scales.sampled + rows, sampled.to(tl.float32), mask=live)
 
 
 # --- from logits ----------------------------------------------------------------------------------------------------
@@ -136,18 +136,18 @@ def rows_kernel(logits, ids, token_index, first_token, temperature, count, out, 
     if OPTIONS.ragged:
         for first in range(end, row.vocab, BLOCK // 2):
             sums = store_columns(row, exps_at, first, row.vocab, y_id, to_exponent, sums, p, OPTIONS, BLOCK // 2)
-    tl.debug_barrier()  # the thread that wrote the sampled id's column need not be the one that writes E_id
-    store_statistics(sums, y_id, slope_id, row.ids, row.known, row.live, row.at, row.token, scales, out)
+    store_statistics(sums, y_id, slope_id, row.known, row.live, row.at, row.token, scales, out)
 
 
-def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> Tensor:
-    """Writes E of logits (C, V) to `out` (C, V) bfloat16, and the statistics; returns row_scale (C,) float32."""
+def exponentials(chunk: LogitChunk, head: HeadChunk, out: Tensor) -> RowScales:
+    """Writes E of logits (C, V) to `out` (C, V) bfloat16, and the statistics."""
     grid, options = row_options(chunk, out)
     written = ExpOutput.of(out, chunk.stats)
     rows_kernel[grid](*read_by(chunk), len(out), written, scalars(chunk.transform), **options)
     hidden = contiguous_rows(head.hidden)
+    head = head._replace(weight=contiguous_rows(head.weight))
     repair(hidden, head_of(hidden, head), head, written)
-    return written.row_scale
+    return written.scales
 
 
 # --- repair ---------------------------------------------------------------------------------------------------------
@@ -204,16 +204,15 @@ def repair_kernel(
     tl.store(out.stats.logp + token, logp)
     tl.store(out.stats.lse + token, top.to(tl.float64) * to_z + log_sum)
     tl.store(out.stats.entropy + token, (log_sum - LN2 * (moment / total)).to(tl.float32))
-    tl.store(out.row_scale + rows, (dz_du / total).to(tl.float32))
+    tl.store(out.scales.row_scale + rows, (dz_du / total).to(tl.float32))
+    tl.store(out.scales.sampled + rows, (-expm1(logp) * slope_id * dz_du).to(tl.float32))
 
-    # E_id - S' without the cancellation
-    e_id = total.to(tl.float32) * expm1(logp) * slope_id
     reference = tl.where(top == -float("inf"), 0.0, top)
     for first in range(0, head.vocab, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         y, slope = row_logits(h, weight, head, columns, CAPPED, BLOCK)
         e = tl.exp2(exponent(y, reference, to_exponent)) * slope
-        e = tl.where(columns == id_, e_id, e)
+        e = tl.where(columns == id_, 0.0, e)
         at = out.exps + rows * out.row_stride + columns
         tl.store(at, e.to(out.exps.dtype.element_ty), mask=columns < head.vocab)
 

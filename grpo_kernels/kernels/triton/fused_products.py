@@ -8,7 +8,7 @@ a tile.
 fused_exponentials: what exponentials.py computes.
     sampled       y of the sampled ids: one dot product per row
     exponential   the product, whose epilogue stores E; per row and part of the vocabulary the sums of e^t and e^t t
-    finish        per row: parts in a fixed order and float64, statistics, row_scale, E_id
+    finish        per row: parts in a fixed order and float64, statistics, RowScales
     repair        rows whose sum overflowed
 """
 
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operations import HeadChunk
+from ..operations import HeadChunk, RowScales
 from .exponentials import ExpOutput, add_exponentials, repair, store_statistics
 from .maths import INV_LN2, LN2, softcap
 from .matmul import (
@@ -242,11 +242,11 @@ def finish_kernel(
     y_id = tl.load(partial.y_ids + rows, mask=live, other=0.0)
     slope_id = tl.load(partial.slope_ids + rows, mask=live, other=0.0)
     token = tokens_of(rows, token_index, first_token, live)
-    store_statistics((rest, moment), y_id, slope_id, id_, live & (id_ >= 0), live, rows, token, scales, out)
+    store_statistics((rest, moment), y_id, slope_id, live & (id_ >= 0), live, rows, token, scales, out)
 
 
-def fused_exponentials(chunk: HeadChunk, out: Tensor) -> Tensor:
-    """Writes E to `out` (C, V) bfloat16, and the statistics; returns row_scale (C,) float32."""
+def fused_exponentials(chunk: HeadChunk, out: Tensor) -> RowScales:
+    """Writes E to `out` (C, V) bfloat16, and the statistics."""
     launch, ids, temperature = prepare("fused_exponentials", chunk), *per_row(chunk)
     hidden, head, capped = launch.hidden, launch.head, launch.tiles.capped
     count, parts = len(hidden), launch.grid[1]
@@ -265,4 +265,4 @@ def fused_exponentials(chunk: HeadChunk, out: Tensor) -> Tensor:
         head, ids, temperature, *token_index(chunk.rows, chunk.ids), partial, written, count, parts, CAPPED=capped
     )  # fmt: skip
     repair(hidden, head, chunk, written)
-    return written.row_scale
+    return written.scales
