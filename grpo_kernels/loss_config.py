@@ -26,6 +26,7 @@ class LossConfig:
     dual_clip: Annotated[float | None, Argument(above=1.0)] = None
     dppo_kl_tau: Annotated[float | None, AT_LEAST_0] = None
     ratio_cap: Annotated[float | None, ABOVE_0] = None
+    a2po_beta: Annotated[float | None, ABOVE_0] = None
     log_ratio_clamp: Annotated[float | None, ABOVE_0] = None
     kl_clamp: Annotated[float | tuple[float | None, float | None] | None, ABOVE_0] = None
     use_bias_correction_kl: bool = False

@@ -269,7 +269,7 @@ def reference_loss_from_logps(
             log_w = log_w + seq_sum(weight.log().clamp(low, 20) * m)
         value = -vespo_phi(cfg, A, log_w.clamp(low, 20)[seq]) * A * logp
     else:
-        value = SURROGATES[cfg.surrogate](cfg, r, log_ratio, logp, A)
+        value = SURROGATES[cfg.surrogate](cfg, r, s, logp, A)
         if weight is not None:
             value = value * weight
     if known is not None:
@@ -320,7 +320,7 @@ def reference_loss_from_logps(
     return ReferenceOutput(loss, logp.reshape(shape), H.reshape(shape), metrics)
 
 
-# --- surrogates: (config, ratio r, raw token log-ratio, logp, A) -> loss per token --------------------------------
+# --- surrogates: (config, ratio r, its logarithm without a clamp, logp, A) -> loss per token ----------------------
 
 
 def clip(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
@@ -395,6 +395,11 @@ def ipo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) 
     return _trust_region(cfg, r, log_ratio, logp, A, drop)
 
 
+def a2po(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """A*-PO (arXiv:2505.20686), TRL's A2PO: regression of the sequence's log-ratio on the advantage."""
+    return (cfg.a2po_beta * log_ratio - A) ** 2
+
+
 def _trust_region(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor, drop: Tensor) -> Tensor:
     """The cap: section 5.4 of arXiv:2602.04879. The squared log-ratio: prime-rl."""
     value = r * A if cfg.ratio_cap is None else r.detach().clamp(max=cfg.ratio_cap) * A * logp
@@ -410,7 +415,7 @@ def _probability_change(log_ratio: Tensor, logp: Tensor) -> Tensor:
     return (logp.exp() - (logp - log_ratio).exp()).detach()
 
 
-_NAMED = clip, cispo, cispo_two_sided, cispo_mask, cispo_unified, sapo, reinforce, gmpo, dppo_tv, dppo_kl, ipo
+_NAMED = clip, cispo, cispo_two_sided, cispo_mask, cispo_unified, sapo, reinforce, gmpo, dppo_tv, dppo_kl, ipo, a2po
 SURROGATES = {f.__name__: f for f in _NAMED}
 
 

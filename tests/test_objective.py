@@ -191,7 +191,8 @@ def test_a_scale_or_weight_of_0_drops_what_is_infinite(surrogate):
         tokens = case.planned(torch.float32)
         loss = GRPOLoss(tokens, *case.statistics(tokens))
         dlogp, _ = loss.gradients()
-        assert dlogp.isfinite().all() and dlogp[1] == 0 and loss.value_and_metrics()[0].isfinite(), name
+        assert dlogp.isfinite().all() and loss.value_and_metrics()[0].isfinite(), name
+        assert dlogp[1] == 0 or surrogate == "a2po", name  # all tokens of a sequence share its gradient there
 
 
 @pytest.mark.parametrize("kl", KL_ESTIMATORS[1:])

@@ -82,6 +82,8 @@ SURROGATES = [
      2 * exp(1.1) + 2e-3 * 1.1),
     ("dppo_kl drops downwards", -2.0, -1.3, -0.2, {"surrogate": "dppo_kl"}, 1e-3 * 1.21, -2e-3 * 1.1),
     ("ipo keeps", 2.0, -1.0, -1.1, {"surrogate": "ipo"}, -2 * exp(0.1) + 1e-3 * 0.01, -2 * exp(0.1) + 2e-4),
+    ("a2po", 2.0, -1.0, -1.3, {"surrogate": "a2po", "a2po_beta": 0.5}, (0.5 * 0.3 - 2) ** 2, 0.5 * 0.3 - 2),
+    ("a2po without an advantage", 0.0, -1.0, -1.3, {"surrogate": "a2po"}, 9e-8, 6e-7),
     ("ipo drops either way", -2.0, -0.2, -1.3, {"surrogate": "ipo"}, 1e-3 * 1.21, 2e-3 * 1.1),
 ]  # fmt: skip
 
@@ -266,6 +268,8 @@ PRESETS = {
     "rft": ("reinforce", "token", "token_mean", {}),
     "online_rft": ("reinforce", "token", "token_mean", {}),
     "sft": ("reinforce", "token", "token_mean", {}),
+    "sao": ("cispo_mask", "token", "num_items", dict(epsilon_low=0.3, epsilon_high=5.0)),
+    "a2po": ("a2po", "sequence_sum", "seq_mean", dict(a2po_beta=1e-3)),
     "verl": ("clip", "token", "num_items", dict(dual_clip=3.0, log_ratio_clamp=20.0)),
 }  # fmt: skip
 

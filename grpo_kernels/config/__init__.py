@@ -71,7 +71,7 @@ class GRPOConfig(LossConfig):
 
     Loss
         surrogate: "clip" (PPO, GRPO, DAPO, GSPO, ...), "cispo", "cispo_two_sided", "cispo_mask", "cispo_unified",
-            "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "dppo_kl", "ipo".
+            "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "dppo_kl", "ipo", "a2po".
         importance_sampling_level: "token", "sequence" (mean log-ratio), "sequence_sum" (whole-completion ratio), or
             "sequence_token": the value of "sequence", with the gradient of each token's own ratio (GSPO-token,
             arXiv:2507.18071).
@@ -80,6 +80,8 @@ class GRPOConfig(LossConfig):
             the KL of the sampled id against all others.
         dppo_kl_tau: weight of the squared log-ratio in the three (1e-3; 0: none).
         ratio_cap: c, with which the surrogate of the three is -min(r, c) A logp, the ratio a constant; by default -r A.
+        a2po_beta: b, with which "a2po" is (b s - A)^2, s the log-ratio of the sequence (1e-3). A2PO divides by the
+            reference policy: give its log-probabilities as old_logps.
         delta: upper bound of the unclipped ratio (two-sided clipping, arXiv:2505.07291); below 1 + epsilon_high, which
             TRL allows, it warns: one of the two cannot act then.
         dual_clip: PPO's dual clip c > 1 (arXiv:1912.09729).
@@ -338,6 +340,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rft": _SFT,
     "online_rft": _SFT,
     "sft": _SFT,
+    "sao": dict(surrogate="cispo_mask", aggregation="num_items", epsilon_low=0.3, epsilon_high=5.0),
+    "a2po": dict(surrogate="a2po", aggregation="seq_mean"),
     "verl": dict(aggregation="num_items", dual_clip=3.0, log_ratio_clamp=20.0),
 }
 TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")  # presets of the same names

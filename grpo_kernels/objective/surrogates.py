@@ -20,7 +20,7 @@ from .sequences import LEVELS, WEIGHT_LEVELS, Level
 
 Surrogate = Literal[
     "clip", "cispo", "cispo_two_sided", "cispo_mask", "cispo_unified", "sapo", "vespo", "reinforce", "gmpo", "dppo_tv",
-    "dppo_kl", "ipo",
+    "dppo_kl", "ipo", "a2po",
 ]  # fmt: skip
 
 
@@ -130,6 +130,11 @@ def ipo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     return _trust_region(c, ratio, logp, A, drop)
 
 
+def a2po(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
+    residual = c.a2po_beta * ratio.log - A
+    return Term(residual.square(), 2 * c.a2po_beta * residual)
+
+
 class SurrogateRule(NamedTuple):
     """What a surrogate allows: its ratio levels (the first is the default) and the options that it reads."""
 
@@ -157,4 +162,6 @@ SURROGATE_RULES = {
     "dppo_tv": SurrogateRule(dppo_tv, ("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, divides_by_rollout=True),
     "dppo_kl": SurrogateRule(dppo_kl, ("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, divides_by_rollout=True),
     "ipo": SurrogateRule(ipo, ("token",), {"epsilon_high": 0.1, **_TRUST_REGION}, divides_by_rollout=True),
+    # Of tokens it is REINFORCE with k2, up to a constant.
+    "a2po": SurrogateRule(a2po, ("sequence_sum", "sequence"), {"a2po_beta": 1e-3}),
 }

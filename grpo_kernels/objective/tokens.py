@@ -186,8 +186,8 @@ def _may_have_gradient(
 ) -> Tensor:
     """Returns which tokens' surrogates may have a gradient, (N,) bool."""
     mask, sequences = lengths.mask, lengths.sequences
-    # The squared log-ratio of DPPO and IPO has a gradient where the advantage is 0 too.
-    active = torch.ones_like(advantage, dtype=torch.bool) if config.dppo_kl_tau else advantage
+    # Squared log-ratios have a gradient where the advantage is 0 too.
+    active = torch.ones_like(advantage, dtype=torch.bool) if config.dppo_kl_tau or config.a2po_beta else advantage
     for factor in (scale, mask):
         active = active if factor is None else active.logical_and(factor)
     active = active.bool()
