@@ -42,7 +42,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["plain_transformers", "liger", "dpo", "losses", "vllm_teacher", "served_teacher"])
+@pytest.mark.parametrize(
+    "name", ["plain_transformers", "liger", "dpo", "losses", "diffusion", "vllm_teacher", "served_teacher"]
+)
 def test_it_runs(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
@@ -226,11 +228,11 @@ def test_openrlhf_by_a_recorded_contract():
     assert actor(sequences, action_mask, attention_mask)[0] == "original"
 
 
-# --- examples/losses.py and dpo.py: the formulas over whole logits, in float64 ----------------------------------------
+# --- examples/losses.py, diffusion.py and dpo.py: the formulas over whole logits, in float64 --------------------------
 
 DPO_ROWS = 4  # two pairs
 FUNCTIONS = {name: f for name, f in vars(load("losses")).items() if name.endswith("_loss") and name[:5] != "fused"}
-FUNCTIONS["dpo_loss"] = load("dpo").dpo_loss
+FUNCTIONS |= {"dpo_loss": load("dpo").dpo_loss, "espo_loss": load("diffusion").espo_loss}
 G = torch.Generator().manual_seed(3)
 B, T, H, V = 5, 7, 12, 30
 HIDDEN, WEIGHT = (torch.randn(*size, generator=G, dtype=torch.float64) for size in ((B, T, H), (V, H)))
@@ -309,6 +311,15 @@ def dpo(logp: Tensor) -> Tensor:
     return -torch.nn.functional.logsigmoid(0.3 * (pi_logratios - ref_logratios)).mean()
 
 
+def espo(logp: Tensor) -> Tensor:
+    """ESPO, arXiv:2512.03759: the bound of a completion is a sum over the masked tokens of its views."""
+    ratio = (((logp * SCALE * MASK).sum(1) - OLD_ELBOS) / 10).exp()
+    assert (ratio > 1.2).any() and (ratio < 0.8).any()
+    return ppo(ratio, A).mean()
+
+
+SCALE = 1 / (0.2 + torch.rand(B, T, generator=G, dtype=torch.float64))
+OLD_ELBOS = (LOGPS * SCALE * MASK).sum(1) + torch.tensor([0.0, -4.0, 4.0, 1.0, -1.0])
 EACH = A[:, None].expand(B, T)
 CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "topr_loss": (topr, (A, REWARDS, OLD), {}),
@@ -317,6 +328,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "kl_cov_loss": (kl_cov, (EACH, OLD), dict(share=4 / float(MASK.sum()) + 1e-9, coefficient=0.7)),
     "vapo_loss": (vapo, (EACH, REWARDS > 0, OLD), {}),
     "ref_kl_loss": (ref_kl, (REF, OLD), dict(drop=0.02)),
+    "espo_loss": (espo, (SCALE, torch.full((B,), 10.0), A, OLD_ELBOS), {}),
     "dpo_loss": (dpo, (REF[:DPO_ROWS, 0],), dict(beta=0.3)),
 }
 
