@@ -286,6 +286,11 @@ SETS: dict[str, dict[str, list[Job]]] = {
         ],
         "cuda": _jobs(_GPU_HEADS[:3], PRECISE, rounds=1, entropy=(0.0, 1.0)),
     },
+    # Log-probabilities beside those of engines, by the precision of both heads.
+    "mismatch": {
+        kind: _jobs("smollm2-135m:512", ("ours-head-*",), mode="forward", length=128, entropy=1.0)
+        for kind in ("cpu", "cuda")
+    },
     # The divergence to a teacher's distribution over the whole vocabulary.
     "teachers": {
         "cpu": [

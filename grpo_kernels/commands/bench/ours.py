@@ -102,6 +102,30 @@ def scoring(inputs: Inputs, mode: str, find: Callable[[Tensor, Tensor, Tensor], 
     return step
 
 
+def against_engines(inputs: Inputs, mode: str, logits_dtype: torch.dtype) -> Step:
+    """Returns the step of `fused_logps` with logits of a type, whose metrics are its mean differences, in nats, to
+    engines that round the logits of a bfloat16 head, or have a float32 one (head_dtype), over hidden states that are
+    one rounding to bfloat16 away from the trainer's."""
+    generator = torch.Generator(inputs.hidden.device).manual_seed(5)
+    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    nudge = 2**-8 * (2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1)
+    others = (hidden.float() * (1 + nudge)).to(hidden.dtype)
+
+    def engine(dtype: torch.dtype) -> Tensor:
+        logits = (others.to(dtype) @ weight.to(dtype).T).float()
+        return logits.log_softmax(-1).gather(-1, inputs.ids[..., None])[..., 0]
+
+    engines = {
+        f"mismatch/{name}": engine(dtype) for name, dtype in (("bfloat16", hidden.dtype), ("float32", torch.float))
+    }
+
+    def step(inputs: Inputs) -> Result:
+        logps = fused_logps(hidden, weight, inputs.ids, logits_dtype=logits_dtype)[0]
+        return Result(logps=logps, metrics={name: (logps - x).abs().mean() for name, x in engines.items()})
+
+    return step
+
+
 def unmasked(inputs: Inputs, mode: str) -> Step:
     """Returns the step of ours without the sampling mask."""
     step = ours(inputs, mode)
@@ -144,6 +168,10 @@ def _table() -> dict[str, Implementation]:
     for name, rule in SUPPORTS.items():
         step = partial(scoring, find=partial(sampling_support, **rule))
         table[f"ours-{name}"] = Implementation(f"ours, sampling_support {name}", step, "none", modes=("forward",))
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        step = partial(against_engines, logits_dtype=dtype)
+        title = f"ours, fused_logps with logits_dtype={name}"
+        table[f"ours-head-{name}"] = Implementation(title, step, modes=("forward",))
     for backend in registered_backends():
         table[f"ours-{backend}"] = Implementation(f"ours, backend {backend}", partial(ours, backend=backend))
     return table
