@@ -21,7 +21,7 @@ from grpo_kernels.trainer import RunError, decoding
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.decoding import Decoder, Decoding, StaticDecoder, choose_decoder, decoding_error
 from grpo_kernels.trainer.ranks import Ranks
-from grpo_kernels.trainer.sampling import _drawn, generate
+from grpo_kernels.trainer.sampling import _drawn, _noise, generate
 
 PROMPTS = [[5, 6, 7]] * 3 + [[8, 9, 10, 11, 12]] + [[5, 6, 7]] + [[13]] * 2
 ENDS = list(range(20, 26))
@@ -404,7 +404,8 @@ def test_a_model_that_waits_for_the_gpu_is_sampled_without_graphs(wait):
 
 @pytest.mark.gpu
 def test_nan_ends_no_work_on_a_gpu():
-    assert (_drawn(torch.full((2, 5), math.nan, device="cuda")) < 5).all()
+    rows = torch.full((2, 5), math.nan, device="cuda")
+    assert (_drawn(rows, _noise(rows)) < 5).all()
     model = tiny("llama").cuda()
     model.get_output_embeddings().weight.data.fill_(math.nan)
     with pytest.raises(RunError, match="the policy's logits are NaN"):

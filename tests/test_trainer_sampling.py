@@ -20,11 +20,11 @@ from training import run, steps
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from grpo_kernels.commands.cli import main
-from grpo_kernels.trainer import RunError, vllm
+from grpo_kernels.trainer import RunError, sampling, vllm
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.decoding import Decoder, decoding_error
 from grpo_kernels.trainer.model import Policy
-from grpo_kernels.trainer.sampling import _drawn, generate
+from grpo_kernels.trainer.sampling import _drawn, _noise, generate
 from grpo_kernels.trainer.vllm import VLLM
 
 PROMPTS = [[5, 6, 7]] * 3 + [[8, 9, 10, 11, 12]] + [[5, 6, 7]] + [[13]] * 2
@@ -72,7 +72,7 @@ def test_rows_that_have_ended_leave_the_batch():
     assert all(s.ended for s in found if len(s.ids) < 32)
 
 
-@pytest.mark.parametrize("options", [{"top_k": 9}, {"min_p": 0.05}, {}])
+@pytest.mark.parametrize("options", [{"top_k": 9}, {"min_p": 0.05}, {"top_p": 0.9}, {"top_k": 9, "top_p": 0.5}, {}])
 def test_a_token_of_any_number_of_rows_is_one_read(options, monkeypatch):
     """On a GPU each waits for all work before it. The kept ids are one read in the end."""
     model, arguments, reads = tiny_model("llama"), TrainArguments(max_completion_length=LENGTH, **options), []
@@ -85,12 +85,23 @@ def test_a_token_of_any_number_of_rows_is_one_read(options, monkeypatch):
 
     read = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append("tolist") or read(self))
-    monkeypatch.setattr(Decoder, "_call", lambda self: torch.randn(len(self.ids), VOCAB))  # the model has its own
+    # The model has its own. In bfloat16 logits are equal.
+    monkeypatch.setattr(Decoder, "_call", lambda self: torch.randn(len(self.ids), VOCAB).bfloat16().float())
     for rows in (2, 64):
         reads.clear()
         with Reads():
             (s, *_) = generate(model, [[5, 6, 7]] * rows, arguments, ends=[VOCAB], pad_id=0)
         assert len(reads) == LENGTH + bool(options) and (s.kept is not None) == bool(options)
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_p": 0.6, "min_p": 0.01, "temperature": 3.0}])
+def test_a_distribution_too_flat_for_one_read_gives_the_same_tokens(options, monkeypatch):
+    model, arguments, found = tiny_model("llama"), TrainArguments(max_completion_length=LENGTH, **options), []
+    for width in (VOCAB, 2):
+        monkeypatch.setattr(sampling, "WIDTH", width)
+        torch.manual_seed(0)
+        found.append([tuple(map(str, s)) for s in generate(model, PROMPTS, arguments, ends=[VOCAB], pad_id=0)])
+    assert found[0] == found[1]
 
 
 # --- whether a model can be sampled with its cache --------------------------------------------------------------------
@@ -208,12 +219,13 @@ def test_a_cache_goes_by_the_name_that_the_forward_has(monkeypatch):
 def test_draws_have_the_probabilities_that_they_are_told():
     torch.manual_seed(0)
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.15, 0.05, 0.0])
-    drawn = _drawn(probabilities.expand(40_000, -1)).squeeze(1)
+    rows = probabilities.expand(40_000, -1)
+    drawn = _drawn(rows, _noise(rows)).squeeze(1)
     shares = torch.bincount(drawn, minlength=7) / len(drawn)
     assert (shares[probabilities == 0] == 0).all()
     deviation = (probabilities * (1 - probabilities) / len(drawn)).sqrt()
     assert ((shares - probabilities).abs() <= 4 * deviation).all()
-    assert (_drawn(torch.eye(5)) == torch.arange(5)[:, None]).all()
+    assert (_drawn(torch.eye(5), _noise(torch.eye(5))) == torch.arange(5)[:, None]).all()
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------

@@ -42,42 +42,42 @@ class Truncation(NamedTuple):
         return self.top_p < 1 or self.min_p > 0 or 0 < self.top_k < vocab_size
 
 
-def truncate(z: Tensor, rule: Truncation) -> Tensor:
+def truncate(z: Tensor, rule: Truncation, width: int = 0) -> Tensor:
     """Returns which ids are kept by logits z (C, V), (C, V) bool: none whose logit is -inf, and none of a row of NaN.
 
-    Where top_p ends among equal logits, the highest ids are kept: a stable ascending sort has them last.
+    Where top_p ends among equal logits, the highest ids are kept: a stable ascending sort has them last. Which rows
+    need more than `width` ids is read on the host; 0: LIKELIEST.
     """
+    width = width or LIKELIEST
+    keep, is_known = truncate_within(z, rule, width)
+    rows = (~is_known).nonzero().squeeze(1)
+    if rows.numel():
+        keep[rows] = truncate(z[rows], rule, 16 * width)
+    return keep
+
+
+def truncate_within(z: Tensor, rule: Truncation, width: int) -> tuple[Tensor, Tensor]:
+    """Returns the ids that `truncate` keeps, and of which rows that is known, (C,) bool: of those whose top_p ends
+    within the `width` likeliest ids. Nothing is read on the host."""
     least, top = z.new_full((1, 1), torch.finfo(z.dtype).min), z.amax(1, keepdim=True)
     floor = torch.maximum(least, top + math.log(rule.min_p)) if rule.min_p else least
     lowest = least if rule.min_p_last else floor
     if 0 < rule.top_k < z.shape[1]:
         lowest = torch.maximum(lowest, z.topk(rule.top_k).values[:, -1:])
-    keep = z >= lowest
+    keep, is_known = z >= lowest, z.new_ones(len(z), dtype=torch.bool)
     if rule.top_p < 1:
-        left = z.masked_fill(~keep, -torch.inf)
+        left, width = z.masked_fill(~keep, -torch.inf), min(width, z.shape[1])
         enough = rule.top_p * (left - top).exp_().sum(1, keepdim=True).double()
-        border = _border(left, top, enough, rule.top_k or LIKELIEST)
-        equal = left == border
-        tied = (equal.sum(1) > 1).nonzero().squeeze(1)
-        if tied.numel():
-            above = (left[tied] - top[tied]).exp_().masked_fill_(left[tied] <= border[tied], 0.0).sum(1, keepdim=True)
-            number = ((enough[tied] - above) / (border - top)[tied].exp()).ceil().clamp(min=1)
-            equal[tied] &= equal[tied].flip(1).cumsum(1).flip(1) <= number
-        keep &= (left > border) | equal
-    return keep & (z >= floor) if rule.min_p_last else keep
-
-
-def _border(z: Tensor, top: Tensor, enough: Tensor, width: int) -> Tensor:
-    """Returns, (C, 1), the logit in rows z (C, V) at which e^(z - top), added up from the likeliest id on, reaches
-    `enough`."""
-    values = z.topk(min(width, z.shape[1])).values
-    before = ((values - top).exp_().cumsum(1, dtype=torch.float64) < enough).sum(1, keepdim=True)
-    border = values.gather(1, before.clamp(max=values.shape[1] - 1))
-    if width < z.shape[1]:
-        rows = (before == width).squeeze(1).nonzero().squeeze(1)
-        if rows.numel():
-            border[rows] = _border(z[rows], top[rows], enough[rows], 16 * width)
-    return border
+        values, ids = left.topk(width)
+        before = ((values - top).exp_().cumsum(1, dtype=torch.float64) < enough).sum(1, keepdim=True)
+        end = before.clamp(max=width - 1)
+        border = values.gather(1, end)
+        if width < z.shape[1]:  # else equal logits may be left out
+            is_known = ((before < width) & (values[:, -1:] != border)).squeeze(1)
+        number = end + 1 - (values > border).sum(1, keepdim=True)  # of ids that are kept among equal ones
+        first = ids.masked_fill_(values != border, -1).sort(1, descending=True).values.gather(1, number - 1)
+        keep &= (left > border) | ((left == border) & (torch.arange(z.shape[1], device=z.device) >= first))
+    return keep & (z >= floor) if rule.min_p_last else keep, is_known
 
 
 @hide_from_dispatch_modes

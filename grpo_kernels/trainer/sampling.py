@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..head.truncation import Truncation, truncate
+from ..head.truncation import Truncation, truncate, truncate_within
 from . import RunError
 from .arguments import TrainArguments
 from .decoding import Decoder
 from .rollout import Sampled, padded
 
+WIDTH = 4096  # likeliest ids among which the end of top_p is looked for before anything is read
 MAX_SHARE_LEFT = 0.75  # of a batch when rows that have ended leave it: each time the cache is copied
 
 
@@ -60,10 +61,7 @@ def generate(
 
     batch = list(range(len(prompts)))  # the completion of each row
     for length in range(1, arguments.max_completion_length + 1):
-        ids, logps, keep = draw(logits, arguments, greedy)
-        counts = torch.zeros_like(logps) if keep is None else keep.sum(1)
-        # All are exact. A GPU is waited for once: the number of kept ids is known then, and they are read at the end.
-        drawn = torch.stack([ids.double(), logps.double(), counts.double()], dim=1).tolist()
+        ids, keep, drawn = _drawn_and_read(logits, arguments, greedy)
         if any(math.isnan(logp) for _, logp, _ in drawn):
             raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
         if keep is not None:
@@ -101,30 +99,57 @@ def _on_any_rank(flag: bool, synced: bool, device: Any) -> bool:
     return bool(flags)
 
 
-def draw(scores: Any, arguments: TrainArguments, greedy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns a token of each row of logits (B, V): ids (B,), their log-probabilities (B,) in nats, and which ids
-    truncated sampling kept, (B, V) bool.
+def _drawn_and_read(
+    logits: Tensor, arguments: TrainArguments, greedy: bool
+) -> tuple[Tensor, Tensor | None, list[list[float]]]:
+    """Returns ids (B,) and kept ids (B, V) of `draw`, and on the host each row's id, log-probability and number of kept
+    ids. The host waits once, and more often for a distribution so flat that top_p does not end within WIDTH ids."""
+    noise = _noise(logits)
+    ids, logps, keep, is_known = draw(logits, arguments, greedy, noise, reads=False)
+    while True:
+        counts = torch.zeros_like(logps) if keep is None else keep.sum(1)
+        # All are exact. The number of kept ids is known then, and they are read at the end.
+        *drawn, known = torch.stack([x.double() for x in (ids, logps, counts, is_known)]).tolist()
+        if all(known):
+            return ids, keep, [list(row) for row in zip(*drawn, strict=True)]
+        ids, logps, keep, is_known = draw(logits, arguments, greedy, noise, reads=True)
+
+
+def draw(
+    scores: Any, arguments: TrainArguments, greedy: bool, noise: Tensor, *, reads: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Returns a token of each row of logits (B, V): ids (B,), their log-probabilities (B,) in nats, which ids
+    truncated sampling kept, (B, V) bool, and whether that is known, (B,) bool: of all rows if the host may read.
 
     The model's generation_config has no say: its top_k or repetition penalty would sample from another distribution
     than the one that the loss scores.
     """
     if not greedy and arguments.temperature != 1.0:
         scores = scores / float(arguments.temperature)
-    keep = None
+    keep, is_known = None, torch.ones(len(scores), dtype=torch.bool, device=scores.device)
     if arguments.truncates and not greedy:
-        keep = truncate(scores, Truncation(arguments.top_k, arguments.top_p, arguments.min_p))
+        rule = Truncation(arguments.top_k, arguments.top_p, arguments.min_p)
+        if reads:
+            keep = truncate(scores, rule, WIDTH)
+        else:
+            keep, is_known = truncate_within(scores, rule, WIDTH)
         scores = scores.masked_fill(~keep, -math.inf)
     logps = scores.log_softmax(-1)
-    drawn = logps.argmax(-1, keepdim=True) if greedy else _drawn(logps.exp())
-    return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), keep
+    drawn = logps.argmax(-1, keepdim=True) if greedy else _drawn(logps.exp(), noise)
+    return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), keep, is_known
 
 
-def _drawn(probabilities: Tensor) -> Tensor:
+def _noise(scores: Tensor) -> Tensor:
+    """Returns the random numbers of a draw from rows (B, V): (B, 1) on a CPU, where V for a row take as long as a small
+    model takes for its logits, and (B, V) else."""
+    if scores.device.type == "cpu":
+        return torch.rand(len(scores), 1, dtype=torch.float64)
+    return torch.empty_like(scores).exponential_()
+
+
+def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
     """Returns an id (B, 1) from each row of probabilities (B, V)."""
-    if probabilities.device.type != "cpu":
-        # Of a row all are NaN or none, which the log-probability says; here it would end all work on the GPU.
-        return torch.multinomial(probabilities.nan_to_num(1.0), 1)
-    # multinomial takes V random numbers for a row, on a CPU for as long as a small model takes for its logits.
+    if probabilities.device.type != "cpu":  # as torch.multinomial, whose checks of the probabilities are ten launches
+        return (probabilities / noise).argmax(-1, keepdim=True)  # of NaN the first: the log-probability says it
     sums = probabilities.cumsum(-1, dtype=torch.float64)
-    place = torch.rand(len(sums), 1, dtype=torch.float64) * sums[:, -1:]
-    return torch.searchsorted(sums, place, right=True).clamp_(max=sums.shape[1] - 1)
+    return torch.searchsorted(sums, noise * sums[:, -1:], right=True).clamp_(max=sums.shape[1] - 1)
