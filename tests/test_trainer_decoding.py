@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import run
 
-from grpo_kernels.trainer import RunError, decoding
+from grpo_kernels.trainer import RunError, decoding, step_kernels
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.decoding import Decoder, Decoding, StaticDecoder, choose_decoder, decoding_error
 from grpo_kernels.trainer.ranks import Ranks
@@ -253,6 +253,90 @@ def test_a_capture_that_fails_leaves_generator_and_allocator_as_they_were(ended,
     assert found.reason == "RuntimeError: operation not permitted when stream is capturing"
 
 
+# --- fewer kernels ----------------------------------------------------------------------------------------------------
+
+
+def next_logits(model, mode=contextlib.nullcontext, **options):
+    """Logits of a second step, whose operations `mode` sees."""
+    decoder, prompts = StaticDecoder(model, rows=4, new_tokens=LENGTH, **options), torch.ones(4, 6).long()
+    with torch.no_grad():
+        decoder.select(decoder.start(prompts, prompts), torch.arange(4))
+        decoder.next(prompts[:, 0])
+        with mode():
+            return decoder.next(prompts[:, 1])
+
+
+def test_a_step_of_30_layers_is_at_most_560_kernels(monkeypatch):
+    """Of SmolLM2's layers, which differ from these in size alone. Kernels are operations that are no views; those of a
+    compiled part are its products and one for each tensor that it returns."""
+    kernels, parts = [], []
+
+    class Kernels(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            kernels.clear()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function._schema.name
+            none = function.is_view or name in ("aten::_unsafe_view", "aten::scalar_tensor")  # a number of the host
+            if name == "aten::mm" or not (none or parts):
+                kernels.append(name)
+            return function(*args, **(kwargs or {}))
+
+    def compiled(function):
+        def call(*args, **options):
+            parts.append(function)
+            found = function(*args, **options)
+            parts.pop()
+            kernels.extend(["part"] * len(tree_leaves(found)))
+            return found
+
+        return call
+
+    def count(layers, compiles):
+        next_logits(tiny("llama", num_hidden_layers=layers), compiles=compiles, mode=Kernels)
+        return len(kernels)
+
+    monkeypatch.setattr(step_kernels, "compiled", compiled)
+    for compiles, layer, model in ((False, 37, 1140), (True, 18, 560)):
+        one, two = (count(layers, compiles) for layers in (1, 2))
+        assert (two - one, one + 29 * (two - one)) == (layer, model)
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("gemma2", 4), ("gpt2", 1), ("llama", 4), ("qwen3", 6)])
+def test_compiled_parts_are_few_for_all_layers_and_give_the_same_logits(family, kinds, monkeypatch):
+    """Without a break. Norms of queries and of keys are kinds of their own; those of gpt2 are torch's."""
+    parts, model = [], tiny(family)
+
+    def backend(graph, inputs):
+        parts.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(step_kernels, "compiled", lambda f: torch.compile(f, backend=backend, fullgraph=True))
+    forwards = [type(module).forward for module in model.modules()]
+    torch.testing.assert_close(next_logits(model, compiles=True), next_logits(model), atol=1e-5, rtol=0)
+    assert len(parts) == kinds and forwards == [type(module).forward for module in model.modules()]
+
+
+def test_weights_are_cast_once_for_a_batch_and_give_the_bits_of_a_cast_in_each_step(captures, monkeypatch):
+    model, found = tiny("llama", tie_word_embeddings=True), []
+    size = sum(x.numel() for x in model.parameters())
+    monkeypatch.setattr(step_kernels, "compiled", lambda function: function)
+    for compiles in (False, True):
+        captures.clear()
+        decoder, factors = with_graphs(model, compiles=compiles), (2, 0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            for seed, factor in enumerate(factors):
+                found.append([(s.ids, s.logps.tolist()) for s in sample(model, decoder, seed=seed)])
+                model.model.layers[0].mlp.up_proj.weight.data.mul_(factor)
+        casts = [args[0] for graph in captures for f, args, *_ in graph.calls if f is torch.ops.aten._to_copy.default]
+        assert any(isinstance(x, torch.nn.Parameter) for x in casts) != compiles
+        assert sum(x.numel() for x in model.parameters()) == size  # the model has its own again
+    assert found[0] != found[1] and found[:2] == found[2:]
+    assert decoder.kernels.nbytes == 2 * sum(m.weight.numel() for m in model.modules() if type(m) is torch.nn.Linear)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +396,8 @@ class Told(torch.nn.Module):
 
     def forward(self, task):
         decoder = self.decoder
+        if getattr(decoder, "compiles", False) and "compiled" in self.found:
+            return self.found["compiled"]
         return self.found["graphs" if isinstance(decoder, StaticDecoder) else "cache" if decoder.cached else "none"]
 
 
@@ -320,6 +406,8 @@ GOOD, BAD = Decoding(0.1, 0.0), Decoding(3.0, 0.25)
 
 @pytest.mark.parametrize(("found", "chosen", "words"), [
     ({"graphs": GOOD}, StaticDecoder, ""),
+    ({"compiled": Decoding(math.inf, math.inf, "TritonMissing: none"), "graphs": GOOD}, StaticDecoder,
+     "SimpleNamespace is sampled without compiled parts (TritonMissing: none)\n"),
     ({"graphs": Decoding(math.inf, math.inf, "RuntimeError: it waits"), "cache": GOOD}, Decoder,
      "SimpleNamespace is sampled without CUDA graphs (RuntimeError: it waits)\n"),
     ({"graphs": BAD, "cache": BAD, "none": GOOD}, Decoder,
@@ -331,7 +419,7 @@ def test_the_first_decoder_that_is_right_is_chosen_with_one_sentence(found, chos
     assert type(policy.decoder) is chosen and policy.decoder.cached == ("none" not in found)
     assert capsys.readouterr().err == words
     if chosen is StaticDecoder:
-        assert (policy.decoder.rows, policy.decoder.new_tokens) == (8, 256)
+        assert (policy.decoder.rows, policy.decoder.new_tokens, policy.decoder.compiles) == (8, 256, not words)
 
 
 def test_a_run_captures_once_and_samples_what_it_does_without_graphs(
@@ -361,10 +449,11 @@ def exact():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
-def test_graphs_give_the_tokens_of_the_plain_loop_on_a_gpu(family, exact):
+def test_graphs_give_the_tokens_of_the_plain_loop_on_a_gpu(family, compiles, exact):
     model = tiny(family).cuda()
-    decoder = StaticDecoder(model, rows=len(PROMPTS), new_tokens=LENGTH)
+    decoder = StaticDecoder(model, rows=len(PROMPTS), new_tokens=LENGTH, compiles=compiles)
     for seed in range(3):
         assert_equal(sample(model, decoder, seed=seed), sample(model, seed=seed), atol=1e-4)
         with torch.no_grad():
@@ -374,11 +463,12 @@ def test_graphs_give_the_tokens_of_the_plain_loop_on_a_gpu(family, exact):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("mixtral", torch.bfloat16)])
-def test_replays_under_autocast_follow_the_weights(family, dtype, exact):
+def test_replays_under_autocast_follow_the_weights(family, dtype, compiles, exact):
     """In bfloat16 tokens differ by rounding: the check's measure is for that. Experts in float32 wait for the GPU."""
     model = tiny(family, dtype=dtype).cuda()
-    decoder = StaticDecoder(model, rows=len(PROMPTS), new_tokens=LENGTH)
+    decoder = StaticDecoder(model, rows=len(PROMPTS), new_tokens=LENGTH, compiles=compiles)
     for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16):
             assert decoding_error(decoder).error <= 1

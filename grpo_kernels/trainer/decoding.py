@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from .arguments import TrainArguments
 from .memory import available
 from .ranks import Ranks
 from .rollout import infer, padded
+from .step_kernels import StepKernels
 
 MIB = 2**20
 CELLS = 128  # lengths of a static cache are multiples of it: graphs serve one length, prompts have many
@@ -107,9 +108,9 @@ class StaticDecoder(Decoder):
     batches that they have room for, as long as no weight is moved.
     """
 
-    def __init__(self, lm: Any, *, rows: int, new_tokens: int) -> None:
-        """rows, new_tokens: of the largest batch that is expected."""
-        self.rows, self.new_tokens, self.has_memory = rows, new_tokens, True
+    def __init__(self, lm: Any, *, rows: int, new_tokens: int, compiles: bool = False) -> None:
+        """rows, new_tokens: of the largest batch that is expected. compiles: the steps are those of StepKernels."""
+        self.rows, self.new_tokens, self.compiles, self.has_memory = rows, new_tokens, compiles, True
         self.uses_graphs = lm.device.type == "cuda"
         super().__init__(lm)
 
@@ -125,11 +126,13 @@ class StaticDecoder(Decoder):
         self.addresses: list[int] = []  # of the weights
         self.pool: Any = None  # memory of the graphs, which are never replayed at once
         self.graph_bytes = 0
+        self.kernels: StepKernels | None = None
 
     def make_room(self) -> None:
         """Keeps cache and graphs where they are a small part of the memory; they are made again otherwise."""
         super().release()
         held = sum(tensor.nbytes for tensor in self.stored) + self.graph_bytes
+        held += self.kernels.nbytes if self.kernels else 0
         if held:
             is_small = held <= SHARE_KEPT * (held + available(self.lm.device))
             how = "kept" if is_small else "freed"
@@ -181,6 +184,8 @@ class StaticDecoder(Decoder):
                 self.has_memory = False
                 return
             self.addresses = addresses
+        if self.kernels:
+            self.kernels.refresh()
         self.at.fill_(width - 1)
         self.positions.zero_()  # rows that are not read stay behind the batch, within the model's positions
         self.positions[:count] = positions[rows, -1:]
@@ -194,6 +199,7 @@ class StaticDecoder(Decoder):
         self.stored = [tensor.new_zeros(rows, tensor.shape[1], cells, tensor.shape[3]) for tensor in like]
         self.tokens, self.positions = self.mask.new_zeros(rows, 1), self.mask.new_zeros(rows, 1)
         self.visible, self.at = self.mask.new_ones(rows, cells), self.mask.new_zeros(1)
+        self.kernels = StepKernels(self.lm, self.lm.device.type) if self.compiles else None
 
     def _step(self, size: int) -> Callable[[], Tensor]:
         """Calls the model for the first `size` rows, and returns logits (size, V)."""
@@ -204,8 +210,11 @@ class StaticDecoder(Decoder):
             "position_ids": self.positions[:size], cache_argument(self.parts.model): Cache(layers=layers),
         }  # fmt: skip
 
+        kernels = self.kernels
+
         def step() -> Tensor:
-            logits: Tensor = self.lm(**inputs, **self.options).logits[:, -1].float()
+            with kernels.used() if kernels else nullcontext():
+                logits: Tensor = self.lm(**inputs, **self.options).logits[:, -1].float()
             return logits
 
         if not self.uses_graphs:
@@ -315,7 +324,10 @@ def choose_decoder(policy: nn.Module, ranks: Ranks, arguments: TrainArguments) -
         reason = "FSDP2 moves its weights"
     elif lm.device.type == "cuda":
         rows, new_tokens = arguments.rows_per_rollout(1), arguments.max_completion_length
-        decoders.insert(0, ("", StaticDecoder(lm, rows=rows, new_tokens=new_tokens)))
+        decoders[:0] = [
+            (missing, StaticDecoder(lm, rows=rows, new_tokens=new_tokens, compiles=compiles))
+            for missing, compiles in (("", True), ("compiled parts", False))
+        ]
     for missing, decoder in decoders:
         wrapped.decoder = decoder
         decoding = max(ranks.gather([infer(policy, "decoding_error")]))
