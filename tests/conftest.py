@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+from collections import defaultdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -55,7 +56,33 @@ def load_emulated_cuda():
     return load(build_module()), ""
 
 
+SLOW = ("triton", "cuda")  # the interpreter and the emulator
+
+
+def beyond_each_value(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Returns the tests that are not needed where the mark `each_value` asks a slow backend for every value of each
+    parameter, and not for every combination of them."""
+    groups, values = defaultdict(list), {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        backend = params.get("backend", params.get("kernels"))
+        if backend in SLOW and item.get_closest_marker("each_value"):
+            groups[item.path, item.originalname, backend].append(item)
+            values[item] = {(name, repr(x)) for name, x in params.items()}
+    kept: set[pytest.Item] = set()
+    for group in groups.values():
+        missing = set().union(*(values[item] for item in group))
+        while missing:
+            best = max(group, key=lambda item: len(missing & values[item]))
+            kept.add(best)
+            missing -= values[best]
+    return values.keys() - kept
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    beyond = beyond_each_value(items)
+    config.hook.pytest_deselected(items=[*beyond])
+    items[:] = [item for item in items if item not in beyond]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # at the end one worker would wait for another
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not torch.cuda.is_available():

@@ -23,6 +23,7 @@ import grpo_kernels as gk
 from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.head.lm_head import LMHead
 
+pytestmark = pytest.mark.each_value
 PARTS = slice(0, 1), slice(1, 4)
 
 

@@ -28,6 +28,7 @@ import grpo_kernels as gk
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.reference import reference_loss_from_logits
 
+pytestmark = pytest.mark.each_value
 WIDTH, VOCAB = 24, 67  # no other size in these tests, so that a product is known by its shape
 
 

@@ -10,6 +10,7 @@ from test_launches import LaunchRecorder
 import grpo_kernels as gk
 from grpo_kernels.policy import PolicyChunk
 
+pytestmark = pytest.mark.each_value
 # Atomic additions on a GPU, whose order no two runs share; the backward of a gather has them too.
 ATOMIC = ("index_add", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward", "bincount")
 

@@ -29,6 +29,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.reference import reference_loss_from_logits
 
+pytestmark = pytest.mark.each_value
 HALF = (torch.bfloat16, torch.float16)
 CONFIGS = {
     "grpo": gk.GRPOConfig(beta=0.04, aggregation="seq_mean"),

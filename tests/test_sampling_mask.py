@@ -42,6 +42,7 @@ from grpo_kernels.head import kept
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.reference import kept_ids
 
+pytestmark = pytest.mark.each_value
 B, T, V = 3, 7, 61
 TOLERANCE = 2e-5
 

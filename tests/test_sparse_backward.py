@@ -41,6 +41,7 @@ from grpo_kernels.head import shared as engine_shared
 from grpo_kernels.integrations.transformers import fused_forward
 from grpo_kernels.kernels.operations import SparseRule
 
+pytestmark = pytest.mark.each_value
 BACKENDS = ("cpu", "torch")
 ALL_BACKENDS = (*BACKENDS, "triton", "cuda")  # for a few: interpreter and emulator take long
 TINY = 1e-12  # every entry is kept as it is

@@ -30,6 +30,7 @@ from grpo_kernels.names import DIVERGENCES
 from grpo_kernels.reference import divergence as exact_divergence
 from grpo_kernels.reference import top_k_divergence
 
+pytestmark = pytest.mark.each_value
 BACKENDS = ("torch", "cpu")
 INTERPRETED = "triton"
 

@@ -31,6 +31,7 @@ from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations.lm_head import lm_head_inputs
 from grpo_kernels.names import DIVERGENCES
 
+pytestmark = pytest.mark.each_value
 BACKENDS = ("torch", "cpu")
 INTERPRETED = "triton"
 K = 6

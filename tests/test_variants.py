@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from conftest import SLOW, beyond_each_value
 from helpers import (
     assert_within,
     call_counter,
@@ -83,6 +85,27 @@ def test_the_walk_of_the_kernels_has_every_pair_of_options_and_every_loss():
     assert len(KERNEL_CASES) <= 60
 
 
+class Marked:
+    """A test that is marked `each_value`."""
+
+    path, originalname = "", "test"
+
+    def __init__(self, **params):
+        self.callspec = SimpleNamespace(params=params)
+
+    def get_closest_marker(self, name):
+        return name == "each_value"
+
+
+def test_the_mark_each_value_leaves_slow_backends_every_value_and_the_others_every_combination():
+    items = [Marked(backend=x, n=n, c=c) for x, n, c in itertools.product(("cpu", *SLOW), range(3), "ab")]
+    left = [item.callspec.params for item in items if item not in beyond_each_value(items)]
+    for backend in ("cpu", *SLOW):
+        own = [x for x in left if x["backend"] == backend]
+        assert {x["n"] for x in own} == {0, 1, 2} and {x["c"] for x in own} == {"a", "b"}
+        assert len(own) == (3 if backend in SLOW else 6)
+
+
 @pytest.mark.parametrize(
     ("options", "off", "rows", "expected"),
     [
@@ -98,11 +121,11 @@ def test_the_walk_of_the_kernels_has_every_pair_of_options_and_every_loss():
         ({"off_policy_mask_threshold": 0.1}, True, 1, {"backward"}),
     ],
 )
-def test_sequences_are_one_chunk_or_their_logits_are_computed_again(monkeypatch, backend, options, off, rows, expected):
+def test_sequences_are_one_chunk_or_their_logits_are_computed_again(monkeypatch, options, off, rows, expected):
     """A loss of single tokens; whole sequences in a chunk; statistics of all tokens first, and their logits again."""
     batch, calls = make_batch(3), []
     batch = off_policy(batch) if off else batch.with_options(ref_logps=batch.hidden.new_full(batch.ids.shape, -3.0))
     for method in ("sequences", "backward"):
         call_counter(monkeypatch, TokenBatch, method, calls, lambda *_, method=method, **__: method)
-    fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
+    fused(batch, gk.GRPOConfig(chunk_rows=rows, **options))
     assert set(calls) == expected
