@@ -132,10 +132,10 @@ TEACHER_STEPS = (beside_the_loss, beside_under_autocast, alone, per_token)
 
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [  # all steps with one kind, two with each other kind
+    [  # all steps with one kind, one with each other kind
         (kind, step)
         for (i, kind), (j, step) in itertools.product(enumerate((*KINDS, *OWN)), enumerate(TEACHER_STEPS))
-        if (i == 0 or (i + j) % 2) and (kind, step) != ("renormalize", alone)
+        if i == 0 or (i + j) % 4 == 1
     ],
 )
 def test_a_teacher(kind, step):
