@@ -27,7 +27,7 @@ from grpo_kernels.trainer.commands import train as train_command
 from grpo_kernels.trainer.model import load_model
 
 TOLERANCE = 2e-5
-STEPS = 6
+STEPS = 4  # two rollouts, each used twice
 # What both trainers are told. They share the names of their options; where defaults differ, neither is left to its own.
 COMMON: dict[str, Any] = dict(
     per_device_train_batch_size=8, gradient_accumulation_steps=1, num_iterations=2, num_generations=4,
@@ -264,12 +264,11 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
     """All runs share two processes."""
     import trainer_ranks
 
-    short = dict(max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
     experts = dict(teacher_model_name_or_path=experts_of_prompts(), teacher_column="expert")
     distilled = {"teachers": dict(experts, teacher_top_k=8)}  # of which a rank has the samples of one in a pass
-    one = {name: short | options for name, options in (PROCESSES | distilled).items()}
+    one = {name: _TWO_PASSES | options for name, options in (PROCESSES | distilled).items()}
     # A checkpoint in the middle of a rollout, with a reference policy that has moved.
-    saved = dict(num_generations=8, save_steps=3, save_total_limit=9, beta=0.1, ref_model_sync_steps=2,
+    saved = dict(num_generations=8, max_steps=6, save_steps=3, save_total_limit=9, beta=0.1, ref_model_sync_steps=2,
                  lr_scheduler_type="linear", top_k=9, **_TWO_PASSES)  # fmt: skip
     jobs = []
     for kind, (own, compared) in KINDS.items():
@@ -299,7 +298,7 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == statuses
     check_ends(tmp_path, said)
     states = [
-        torch.load(tmp_path / name / f"checkpoint-{STEPS}" / "state.pt", weights_only=True)["optimizer"]["state"]
+        torch.load(tmp_path / name / "checkpoint-6" / "state.pt", weights_only=True)["optimizer"]["state"]
         for name in ("bfloat16", "bfloat16, resumed")
     ]
     for name, state in states[0].items():  # its float32 weights and moments, put together from both ranks
