@@ -32,7 +32,8 @@ from grpo_kernels.trainer.teachers import Teachers, _tensors
 
 # Those that test_trainer_parity.py does not compare with TRL's.
 COMPARED = {"dapo", "bnpo", "cispo", "dr_grpo", "grpo", "luspo", "sapo", "vespo"}
-LOSSES = {preset: {"loss_type": preset} for preset in available_presets() if preset not in COMPARED}
+DISTINCT = {GRPOConfig.preset(name).key: name for name in available_presets() if name not in COMPARED}
+LOSSES = {preset: {"loss_type": preset} for preset in DISTINCT.values()}
 LOSSES["gmpo"] = {"loss_type": "bnpo", "loss_options": {"surrogate": "gmpo"}}
 
 

@@ -83,7 +83,7 @@ def test_pitfall_02_the_test_of_random_numbers_can_fail(model, data, whole, outp
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(model, data, tmp_path, monkeypatch):
     """At a random moment of the steps after the fourth."""
-    options = HARD | {"save_steps": 1, "save_total_limit": 2, "max_steps": 20}
+    options = HARD | {"save_steps": 1, "save_total_limit": 2, "max_steps": 12}
     options["reward_funcs"] = "training:length_or_kill"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(model, data, whole, **options) == 0
