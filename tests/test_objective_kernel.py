@@ -103,9 +103,9 @@ def cases() -> list[tuple[str, GRPOConfig, bool, bool]]:
     for i, (surrogate, kind) in enumerate(itertools.product(SURROGATES, ("bounds", "options", "bare"))):
         kl = ESTIMATORS[i % len(ESTIMATORS)]
         allowed = {"log_ratio_clamp", *SURROGATE_RULES[surrogate].options}
-        options = {
-            name: x for name, x in OPTIONS.items() if name in allowed and (kind != "bounds" or name.startswith("eps"))
-        }
+        if kind == "bounds":
+            allowed -= {"log_ratio_clamp", "dual_clip"}  # below which no other bound shows
+        options = {name: x for name, x in OPTIONS.items() if name in allowed}
         if kl != "none":
             options |= dict(kl_estimator=kl, beta=0.1, kl_clamp=None if kind == "bounds" else (0.9, 0.2))
         config = GRPOConfig(surrogate=surrogate, score_inactive=i % 5 == 0, **options)
