@@ -139,7 +139,8 @@ def test_gradient_and_sums(kernels, config, packed, bare):
 
 
 def not_finite(surrogate: str, kl: str) -> Case:
-    """The first tokens have ratios and KLs beyond their clamps, NaN logits with and without a scale, a scale of 0."""
+    """The first tokens have ratios and KLs beyond their clamps, NaN logits with and without a scale, a scale of 0, and
+    an infinite loss with a weight of 0."""
     given = {} if kl == "none" else dict(beta=0.1, kl_estimator=kl)
     case, some = Case(GRPOConfig(surrogate=surrogate, score_inactive=True, **given), packed=False, bare=False), range(9)
     for tokens in (case.tokens, case.exact):
@@ -149,6 +150,8 @@ def not_finite(surrogate: str, kl: str) -> Case:
         tokens.surrogate_scale[some] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 1, 0]).to(tokens.old.dtype)
         if kl != "none":
             tokens.ref[some] = torch.tensor([200.0, -200, -1, -1, -1, -1, -1, -1, 90]).to(tokens.old.dtype)
+        tokens.dloss_direct[7] = tokens.dloss_via_ratio[7] = 0.0
+        tokens.advantage[7] = 3e38  # times a ratio above 1 beyond float32
     case.logp[some] = torch.tensor([-1.0, -2, -3, math.nan, math.nan, -1, -80, 0, -1])
     return case
 
