@@ -150,7 +150,7 @@ CASES: dict[str, dict[str, Any]] = {
     # TRL divides by the tokens of each pass, the trainer by those of the step: the same where a step is one pass.
     "bnpo": dict(loss_type="bnpo", beta=0.1),
     "entropy bonus, reference that follows": dict(
-        entropy_coef=0.05, beta=0.1, ref_model_sync_steps=3
+        entropy_coef=0.05, beta=0.1, ref_model_sync_steps=2
     ),
     "delta, scale by the batch": dict(delta=1.18, scale_rewards="batch"),
     "truncated completions masked, KL with bias correction": dict(
@@ -158,7 +158,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "off-policy mask": dict(off_policy_mask_threshold=0.01),
     "schedule, gradient clipping, checkpointing and AdamW": dict(
-        lr_scheduler_type="linear", warmup_steps=3, max_grad_norm=0.3, betas=[0.8, 0.9], eps=1e-4,
+        lr_scheduler_type="linear", warmup_steps=1, max_grad_norm=0.3, betas=[0.8, 0.9], eps=1e-4,
         gradient_checkpointing=True,
     ),
     "correction, token_mask": dict(vllm_importance_sampling_mode="token_mask", **_CORRECTED),
