@@ -171,6 +171,16 @@ def test_chunks_stay_within_their_bytes_and_few_round(device, grad, vocab, round
         assert chunk_size.rows_of_sequences(row_bytes, 4096, device) == most // row_bytes
 
 
+@pytest.mark.parametrize(("lengths", "rows"), [([30] * 40, 90), ([30, 250, 30], 250)])
+def test_chunks_of_sequences_are_no_longer_than_they_must_be(lengths, rows):
+    """100 rows are the usual chunk, 400 the most of whole sequences."""
+    head = Mock(num_tokens=sum(lengths), rows_of=lambda holds: 100, rows_of_sequences=lambda holds: 400)
+    kind = Mock(holds="logits", side_effect=lambda batch, rows, sequences: Mock(rows=rows))
+    chunks = TokenBatch.sequences(Mock(head=head), None, lengths, kind)
+    assert sum(chunk.rows.count for chunk in chunks) == sum(lengths)
+    assert max(chunk.rows.count for chunk in chunks) == rows
+
+
 def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
     """Types and shapes alone, as on a GPU."""
     hidden, weight = (torch.empty(n, 24, dtype=dtype, device=META) for n in (tokens, 67))
