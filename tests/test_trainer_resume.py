@@ -108,13 +108,13 @@ def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when
     owner, method, call = (Trainer, "_clip", 2) if when == "update" else (sampling, "draw", 3)
     original, calls = getattr(owner, method), []
 
-    def interrupted(*given):
+    def interrupted(*given, **named):
         calls.append(1)
         if len(calls) == call:
             os.kill(os.getpid(), number)
             time.sleep(0.01)
             assert when == "update", "sampling goes on"
-        return original(*given)
+        return original(*given, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr("grpo_kernels.trainer.run.check_sampler", lambda *given: None)  # which samples too
