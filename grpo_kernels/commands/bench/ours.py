@@ -106,6 +106,8 @@ def against_engines(inputs: Inputs, mode: str, logits_dtype: torch.dtype) -> Ste
     """Returns the step of `fused_logps` with logits of a type, whose metrics are its mean differences, in nats, to
     engines that round the logits of a bfloat16 head, or have a float32 one (head_dtype), over hidden states that are
     one rounding to bfloat16 away from the trainer's."""
+    if logits_dtype not in (torch.float32, inputs.hidden.dtype):
+        raise Unsupported(f"does not take {inputs.hidden.dtype} inputs")
     generator = torch.Generator(inputs.hidden.device).manual_seed(5)
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     nudge = 2**-8 * (2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1)
