@@ -122,6 +122,7 @@ RIVALS = (
 )  # fmt: skip
 NEAREST = (*BARE, "compiled", "torch*", "trl", "liger")
 TEACHERS = (*BARE, "compiled", "trl", "liger")
+MANY_TEACHERS = ("ours", "ours-10-teachers")
 PEERS = (*BARE, "torch*", "trl", "liger", "liger-native", "verl", "quack")
 FASTEST = ("ours", "floor", "trl", "liger-native", "torch", "torch-chunked", "quack")
 HEADLINE = ("ours", "ours-cuda", "ours-triton", "ours-sparse", "ours-rows-*", "ours-dweight-*", "floor")
@@ -299,6 +300,11 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs(("qwen2.5-0.5b:512", "llama-3.2-1b:256"), TEACHERS, dtype=BOTH, mode="reverse_kl"),
         ],
         "cuda": _jobs(_GPU_HEADS[:2], TEACHERS, mode=("reverse_kl", "jsd")),
+    },
+    # One teacher, and ten that each have a tenth of the tokens.
+    "several-teachers": {
+        "cpu": _jobs("smollm2-135m:4096", MANY_TEACHERS, dtype=BOTH, mode="reverse_kl", memory=MANY_TEACHERS),
+        "cuda": _jobs(_GPU_HEADS[:2], MANY_TEACHERS, mode="reverse_kl"),
     },
     # Several ids per token: a step with a teacher on the policy's likeliest ids, log-probabilities of several ids with
     # and without a gradient, and the search for the ids that a sampler would keep.

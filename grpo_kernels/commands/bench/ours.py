@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import GRPOConfig, fused_distillation_loss, fused_grpo_loss, fused_logps, fused_top_k, sampling_support
 from ...kernels import get_backend, registered_backends, unavailable_reason
 from ...names import DIVERGENCES, Divergence
+from ...teacher import Teacher
 from .baselines import Implementation, Result, Step, Unsupported, make_step
 from .inputs import EPSILON, Inputs, nearby_teacher
 
@@ -31,12 +32,14 @@ def ours(
     backend: str = "auto",
     chunks: int | None = None,
     teacher: dict[str, Any] | None = None,
+    teachers: int = 1,
     **options: Any,
 ) -> Step:
     """Returns the step of the fused loss, of the divergence to the inputs' teacher, or of log-probabilities alone.
 
     The tokens are cut into `chunks` of equal size. `teacher` has the options of a teacher whose divergence is added to
-    the loss, and `options` are those of the configuration. Modes without a GRPO loss refuse these three.
+    the loss, and `options` are those of the configuration. Modes without a GRPO loss refuse these three. Divergences
+    are to `teachers` teachers of the inputs' shape, each for an equal part of the tokens.
     """
     if reason := unavailable_reason(backend, inputs.hidden.device) if backend != "auto" else "":
         raise Unsupported(reason)
@@ -61,13 +64,23 @@ def ours(
         return Result(output.loss, output.logps if config.score_inactive else None, metrics=metrics)
 
     def divergence(inputs: Inputs) -> Tensor:
-        assert inputs.teacher is not None
         return fused_distillation_loss(
-            inputs.hidden, inputs.weight, inputs.teacher, completion_mask=inputs.mask, backend=backend,
+            inputs.hidden, inputs.weight, **given_teachers, completion_mask=inputs.mask, backend=backend,
             divergence=cast(Divergence, mode),
         ).loss  # fmt: skip
 
+    given_teachers = {"teacher": inputs.teacher} if teachers == 1 else _split(inputs.teacher, teachers)
     return make_step(mode, partial(_logps, backend=backend), loss, divergence)
+
+
+def _split(teacher: Teacher | None, parts: int) -> dict[str, Any]:
+    """Returns the arguments `teacher` and `teacher_of` of teachers with weights of their own, for equal parts of the
+    tokens of one."""
+    assert teacher is not None
+    tokens = teacher.hidden.shape[:-1]
+    teacher_of = (torch.arange(tokens.numel(), device=teacher.hidden.device) * parts // tokens.numel()).view(tokens)
+    teachers = [Teacher(teacher.hidden[teacher_of == part], teacher.weight.clone()) for part in range(parts)]
+    return {"teacher": teachers, "teacher_of": teacher_of}
 
 
 def _logps(inputs: Inputs, backend: str = "auto") -> Tensor:
@@ -174,6 +187,8 @@ def _table() -> dict[str, Implementation]:
         step = partial(against_engines, logits_dtype=dtype)
         title = f"ours, fused_logps with logits_dtype={name}"
         table[f"ours-head-{name}"] = Implementation(title, step, modes=("forward",))
+    step = partial(ours, teachers=10)
+    table["ours-10-teachers"] = Implementation("ours, ten teachers of a tenth of the tokens", step, modes=DIVERGENCES)
     for backend in registered_backends():
         table[f"ours-{backend}"] = Implementation(f"ours, backend {backend}", partial(ours, backend=backend))
     return table
