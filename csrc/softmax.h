@@ -21,11 +21,11 @@ namespace gk {
 constexpr double kLn2 = 0.693147180559945309417;
 
 struct ExactScales {
-    double to_z, chain;  // chain: dz/du, without 1 - tanh^2
+    double to_z, dz_du;  // dz_du: without 1 - tanh^2
 
     GK_HD ExactScales(const Transform& params, float temperature) {
-        chain = static_cast<double>(params.logit_scale) / temperature;
-        to_z = params.softcap != 0.f ? 1.0 / temperature : chain;
+        dz_du = static_cast<double>(params.logit_scale) / temperature;
+        to_z = params.softcap != 0.f ? 1.0 / temperature : dz_du;
     }
     GK_HD double to_exponent() const { return to_z / kLn2; }
 };
@@ -120,7 +120,7 @@ struct GradientTerms {
 GK_HD GradientTerms make_terms(const Shift& of, const ExactScales& scales, const Sampled& sampled, float entropy,
                                float dlogp, float dentropy) {
     const bool linear = dentropy != 0.f;  // elsewhere the entropy may be NaN
-    const double probability_scale = -exp(-of.log_sum) * scales.chain;
+    const double probability_scale = -exp(-of.log_sum) * scales.dz_du;
     const double at_log_p_zero = linear ? dlogp + dentropy * (entropy - of.log_sum) : dlogp;
     GradientTerms terms = {static_cast<float>(probability_scale * at_log_p_zero),
                            static_cast<float>(probability_scale * dentropy * kLn2), 0.0};
@@ -129,7 +129,7 @@ GK_HD GradientTerms make_terms(const Shift& of, const ExactScales& scales, const
     const double log_p = (sampled.y - of.top) * scales.to_z - of.log_sum;
     terms.du_id = -dlogp * expm1(log_p);
     if (linear && log_p > -1e30) terms.du_id -= dentropy * exp(log_p) * (log_p + entropy);
-    terms.du_id *= scales.chain * sampled.slope;
+    terms.du_id *= scales.dz_du * sampled.slope;
     return terms;
 }
 

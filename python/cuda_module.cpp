@@ -10,7 +10,7 @@ void take(Arguments& given, gk::cuda::Product& a) {
     given.read(a.hidden, a.hidden_stride, a.weight, a.weight_stride, a.width, a.dtype, a.bias);
 }
 
-void take(Arguments& given, gk::cuda::RowScales& a) { given.read(a.unit, a.sampled); }
+void take(Arguments& given, gk::cuda::RowScales& a) { given.read(a.row_scale, a.sampled); }
 
 void take(Arguments& given, gk::cuda::ObjectiveNumbers& a) {
     given.read(a.epsilon_low, a.epsilon_high, a.delta, a.dual_clip, a.sapo_temperature_pos, a.sapo_temperature_neg,

@@ -24,10 +24,10 @@ struct Product {
     int32_t dtype;
 };
 
-// What makes a row of exponentials d loss / d logits where no gradient goes through the entropy: -dlogp unit[row], and
-// dlogp sampled[row] for the sampled id, at which a row is 0.
+// What makes a row of exponentials d loss / d logits where no gradient goes through the entropy: -dlogp row_scale[row],
+// and dlogp sampled[row] for the sampled id, at which a row is 0.
 struct RowScales {
-    float *unit, *sampled;  // (rows,)
+    float *row_scale, *sampled;  // (rows,)
 };
 
 // Writes statistics, and in place of a gradient exponentials relative to the sampled id, in bfloat16. Float32 or
@@ -35,9 +35,10 @@ struct RowScales {
 // again.
 void exponentials(const RowArgs& args, const Product& product, const RowScales& scales, Stream stream);
 
-// Writes -dlogp unit[row] times rows of x to those of `grad`, rounded once. x, (rows, product.width), takes the place
-// of the logits. With `sampled` it is the product of exponentials and the weight, in float32: the sampled ids' entries
-// times their rows of the weight are added, and `grad` has a row per token. Without, hidden states, and a row per row.
+// Writes -dlogp row_scale[row] times rows of x to those of `grad`, rounded once. x, (rows, product.width), takes the
+// place of the logits. With `sampled` it is the product of exponentials and the weight, in float32: the sampled ids'
+// entries times their rows of the weight are added, and `grad` has a row per token. Without, hidden states, and a row
+// per row.
 void scale_rows(const RowArgs& args, const Product& product, const RowScales& scales, Stream stream);
 
 enum Surrogate : int32_t { kClip, kCispoTwoSided, kCispoMask, kCispoUnified, kCispo, kSapo, kReinforce };

@@ -2,10 +2,10 @@
 // that a row of logits is read once and may be written over at once; the products of lm_head_epilogue.cuh never have
 // logits.
 //
-//     E_j = e^(z_j - z_id) slope_j    E_id is stored as 0    rest = sum_{j != id} e^(z_j - z_id)    S = 1 + rest
-//     logp = -log S                   entropy = log S - sum_{j != id} e^(z_j - z_id) (z_j - z_id) / S
-//     d logp / d u_j = -E_j unit      unit = (scale / T) / S
-//     d logp / d u_id = sampled       sampled = (scale / T) (1 - p_id) slope_id
+//     E_j = e^(z_j - z_id) slope_j      E_id is stored as 0    rest = sum_{j != id} e^(z_j - z_id)    S = 1 + rest
+//     logp = -log S                     entropy = log S - sum_{j != id} e^(z_j - z_id) (z_j - z_id) / S
+//     d logp / d u_j = -E_j row_scale   row_scale = (scale / T) / S
+//     d logp / d u_id = sampled         sampled = (scale / T) (1 - p_id) slope_id
 //
 // 1 - p_id = rest / S keeps its digits however close to 1 p_id is. Where it is below 2^-80 the row is left to
 // repair.cuh.
@@ -29,8 +29,8 @@ struct Rest {
 GK_DEVICE void write_scales(const ExponentialLaunch& launch, int64_t row, const ExactScales& scales,
                             const Statistics& found, double total, double others) {
     write_statistics(launch.rows, launch.rows.token_of[row], found);
-    launch.scales.unit[row] = static_cast<float>(scales.chain / total);
-    launch.scales.sampled[row] = static_cast<float>(scales.chain * others);
+    launch.scales.row_scale[row] = static_cast<float>(scales.dz_du / total);
+    launch.scales.sampled[row] = static_cast<float>(scales.dz_du * others);
 }
 
 GK_DEVICE void finish_row(const ExponentialLaunch& launch, int64_t row, const Rest& rest, int column,
@@ -38,7 +38,7 @@ GK_DEVICE void finish_row(const ExponentialLaunch& launch, int64_t row, const Re
     const RowArgs& args = launch.rows;
     // Where the sampled id's logit is NaN, so are the hidden states: there is nothing to repair.
     if (column >= 0 && !(rest.exps <= kLargestRest) && sampled.y == sampled.y) {
-        launch.scales.unit[row] = infinity();
+        launch.scales.row_scale[row] = infinity();
         return;
     }
     const ExactScales scales(args.params, args.temperature[args.token_of[row]]);

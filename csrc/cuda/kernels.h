@@ -16,7 +16,7 @@ constexpr int kExchangeBytes = 512;  // of shared memory
 struct ExponentialLaunch {
     RowArgs rows;
     Product product;
-    RowScales scales;  // unit: infinite where a row waits to be repaired
+    RowScales scales;  // row_scale: infinite where a row waits to be repaired
     int32_t overlap;
 };
 constexpr int kRepairThreads = 256, kRepairShared = 2048;  // bytes

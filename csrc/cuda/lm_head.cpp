@@ -49,7 +49,7 @@ int64_t parts_that_end_together(int64_t row_blocks, int64_t tiles, int64_t clust
 KernelArgs make_kernel_args(const RowArgs& args, const Product& product, const RowScales& scales, void* workspace) {
     KernelArgs k = {};
     k.call = {args, product, scales, 0};
-    k.schedule = make_schedule(args.rows, args.vocab, product.width, scales.unit == nullptr);
+    k.schedule = make_schedule(args.rows, args.vocab, product.width, scales.row_scale == nullptr);
     k.partials = static_cast<Partial*>(workspace);
     k.y_ids = reinterpret_cast<float*>(k.partials + args.rows * k.schedule.parts);
     k.slope_ids = k.y_ids + args.rows;
@@ -58,7 +58,7 @@ KernelArgs make_kernel_args(const RowArgs& args, const Product& product, const R
     };
     map(product.hidden, args.rows, product.width, product.hidden_stride, kTileRows, &k.hidden);
     map(product.weight, args.vocab, product.width, product.weight_stride, kTileRows, &k.weight);
-    if (scales.unit) map(args.grad, args.rows, args.vocab, args.grad_stride, kStoredRows, &k.exponentials);
+    if (scales.row_scale) map(args.grad, args.rows, args.vocab, args.grad_stride, kStoredRows, &k.exponentials);
     return k;
 }
 

@@ -92,7 +92,7 @@ GK_DEVICE void repair_row(const ExponentialLaunch& launch, int64_t row) {
 
 GK_DEVICE void repair_rows(const ExponentialLaunch& launch) {
     for (int64_t row = block_index(); row < launch.rows.rows; row += block_count())
-        if (launch.scales.unit[row] == infinity()) repair_row(launch, row);
+        if (launch.scales.row_scale[row] == infinity()) repair_row(launch, row);
 }
 
 }  // namespace gk::cuda

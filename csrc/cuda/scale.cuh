@@ -37,7 +37,7 @@ template <class In, class Out>
 GK_DEVICE void scale_rows(const ExponentialLaunch& call) {
     RowArgs args = call.rows;
     const int64_t row = block_index(), token = args.token_of[row];
-    const float dlogp = args.dlogp[token], factor = -dlogp * call.scales.unit[row];
+    const float dlogp = args.dlogp[token], factor = -dlogp * call.scales.row_scale[row];
     const int id = call.scales.sampled ? sampled_column(args, token) : -1;
     const float entry = id >= 0 ? dlogp * call.scales.sampled[row] : 0.f;
     const auto* const of_id =
