@@ -20,7 +20,7 @@ from grpo_kernels.kernels.operations import (
     KeptPairs,
     KeptRows,
     LogitChunk,
-    LogitTransform,
+    PolicyTransform,
     Rows,
     RowScales,
     SparseRows,
@@ -41,7 +41,7 @@ from grpo_kernels.objective.tokens import Rules, Tokens
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
 SINGLE, HALF, INDEX = torch.float32, torch.bfloat16, torch.int64
-PLAIN, CAPPED = LogitTransform(), LogitTransform(softcap=30.0)
+PLAIN, CAPPED = PolicyTransform(), PolicyTransform(softcap=30.0)
 CPU = torch.device("cpu")
 
 
@@ -56,7 +56,7 @@ def scratch(rows: int, dtype: torch.dtype, vocab: int) -> Tensor:
 
 
 def head(
-    rows: int, transform: LogitTransform = PLAIN, vocab: int = VOCAB, width: int = WIDTH, bias: bool = False
+    rows: int, transform: PolicyTransform = PLAIN, vocab: int = VOCAB, width: int = WIDTH, bias: bool = False
 ) -> HeadChunk:
     hidden, weight = torch.empty(rows, width, dtype=HALF), torch.empty(vocab, width, dtype=HALF)
     added = torch.empty(vocab, dtype=HALF) if bias else None
@@ -67,7 +67,7 @@ def head(
 def chunk(
     rows: int,
     logits: Tensor,
-    transform: LogitTransform = PLAIN,
+    transform: PolicyTransform = PLAIN,
     *,
     indexed: bool = False,
     bias: bool = False,

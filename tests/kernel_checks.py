@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_kernels.kernels.operations import (
     HeadChunk,
     LogitChunk,
-    LogitTransform,
+    PolicyTransform,
     Rows,
     RowScales,
     Statistics,
@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [(t, t) for t in DTYPES] + [(torch.float32, t) for t in DTYPES[1:]]  # logits, gradient
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a last place
 SIGNALLING = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}  # a NaN of each type, as bits
-PLAIN = LogitTransform()
+PLAIN = PolicyTransform()
 
 
 def filled_statistics(tokens: int) -> Statistics:
@@ -56,7 +56,7 @@ def placed(values: Tensor, row_stride: int, shift: int, dtype: torch.dtype | Non
 
 
 def exact(
-    logits: Tensor, ids: Tensor, temperature: Tensor, transform: LogitTransform = PLAIN, bias: Tensor | None = None
+    logits: Tensor, ids: Tensor, temperature: Tensor, transform: PolicyTransform = PLAIN, bias: Tensor | None = None
 ) -> tuple[Tensor, Statistics]:
     """Returns u = logits + bias, which is rounded to float32, and the statistics of its rows, differentiable in u; in
     float64. Ids are in the vocabulary."""
@@ -95,12 +95,12 @@ def check_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 # Of a batch whose tokens are the rows, in order.
 
 
-def chunk_of(logits: Tensor, ids: Tensor, temperature: Tensor, transform: LogitTransform) -> LogitChunk:
+def chunk_of(logits: Tensor, ids: Tensor, temperature: Tensor, transform: PolicyTransform) -> LogitChunk:
     return LogitChunk(logits, Rows(0, len(ids)), ids, temperature, filled_statistics(len(ids)), transform)
 
 
 def statistics(
-    kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tensor, transform: LogitTransform = PLAIN
+    kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tensor, transform: PolicyTransform = PLAIN
 ) -> Statistics:
     chunk = chunk_of(logits, ids, temperature, transform)
     kernels.statistics(chunk)
@@ -109,7 +109,7 @@ def statistics(
 
 def gradient(
     kernels: Kernels, logits: Tensor, grad: Tensor, ids: Tensor, temperature: Tensor, stats: Statistics, dlogp: Tensor,
-    dentropy: Tensor, transform: LogitTransform = PLAIN
+    dentropy: Tensor, transform: PolicyTransform = PLAIN
 ) -> None:  # fmt: skip
     chunk = chunk_of(logits, ids, temperature, transform)._replace(stats=stats)
     kernels.gradient(chunk, dlogp, dentropy, grad)
@@ -138,7 +138,7 @@ def check_rows(
     kernels: Kernels,
     vocab: int,
     dtypes: tuple[torch.dtype, torch.dtype],
-    transform: LogitTransform = PLAIN,
+    transform: PolicyTransform = PLAIN,
     shift: int = 0,
     biased: bool = False,
 ) -> None:
@@ -255,7 +255,7 @@ def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, 
     # A row with no id at all, as of a slice of the vocabulary that holds none of those kept, under the others' lse.
     logits, ids = torch.full_like(logits, -math.inf), torch.full_like(ids, -1)
     others = Statistics(zeros, zeros.double() + 2, zeros)
-    for transform in (PLAIN, LogitTransform(softcap=3.0)):
+    for transform in (PLAIN, PolicyTransform(softcap=3.0)):
         assert (statistics(kernels, logits, ids, zeros + 1, transform).lse == -math.inf).all()
         grad.fill_(math.nan)
         gradient(kernels, logits, grad, ids, zeros + 1, others, zeros + 1, zeros + 0.1, transform)
@@ -284,7 +284,7 @@ def near_certain(kernels: Kernels, vocab: int = 2003, softcap: float = 0.0) -> T
     rest_of = logits.double().scatter(1, ids[:, None], -torch.inf)
     at = rest_of.logsumexp(1) + math.log(10.0) * torch.arange(1, 10)
     logits.scatter_(1, ids[:, None], at.float()[:, None])
-    transform = LogitTransform(1.0, softcap)
+    transform = PolicyTransform(1.0, softcap)
     z, slope = logits.double(), 1.0
     if softcap:
         slope = 1 - (z.gather(1, ids[:, None])[:, 0] / softcap).tanh().square()
@@ -332,7 +332,7 @@ def check_sixteen_bits(kernels: Kernels, dtype: torch.dtype, every: int = 1) -> 
 def check_exponentials(
     kernels: Kernels,
     vocab: int,
-    transform: LogitTransform = PLAIN,
+    transform: PolicyTransform = PLAIN,
     dtype: torch.dtype = torch.float32,
     shift: int = 0,
     biased: bool = False,

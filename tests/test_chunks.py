@@ -32,7 +32,7 @@ from grpo_kernels.head.dweight import WeightGradient
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.loop import Chunk, FusedExponentials, TokenBatch, run, sequence_chunks
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.kernels.operations import LogitTransform, Statistics, chunk_row_stride
+from grpo_kernels.kernels.operations import PolicyTransform, Statistics, chunk_row_stride
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -65,7 +65,7 @@ def gpu_head(monkeypatch):
 
 def batch_of(head: LMHead) -> TokenBatch:
     stats = Statistics.zeros(head.num_tokens, META, FLOAT)
-    return TokenBatch(head, torch.zeros_like(stats.logp).long(), stats.logp, LogitTransform(), stats)
+    return TokenBatch(head, torch.zeros_like(stats.logp).long(), stats.logp, PolicyTransform(), stats)
 
 
 def rows_of(head: LMHead) -> int:

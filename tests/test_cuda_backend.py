@@ -21,7 +21,7 @@ from grpo_kernels.kernels import choose_backend, get_backend
 from grpo_kernels.kernels import triton as kernels
 from grpo_kernels.kernels.compiled import cuda as cuda_backend
 from grpo_kernels.kernels.compiled.base import INTERFACE
-from grpo_kernels.kernels.operations import LogitTransform, Statistics
+from grpo_kernels.kernels.operations import PolicyTransform, Statistics
 from grpo_kernels.kernels.torch.backend import TORCH
 
 NAME = "grpo_kernels._cuda"
@@ -259,5 +259,5 @@ def test_the_interpreter_notices_a_wrong_address():
     with pytest.raises(Exception, match="lie outside the launch"):
         rows.statistics_kernel[(1,)](
             rows.Logits(short, None, 9, 8), ids, ids, 0, torch.ones(3), Statistics.empty(3, ids.device), 3,
-            rows.scalars(LogitTransform()), OPTIONS=rows.RowOptions(False, True, 4, 16),
+            rows.scalars(PolicyTransform()), OPTIONS=rows.RowOptions(False, True, 4, 16),
         )  # fmt: skip

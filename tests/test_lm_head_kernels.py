@@ -16,13 +16,13 @@ from torch import Tensor
 
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.launch import launch_of
-from grpo_kernels.kernels.operations import HeadChunk, LogitTransform, Rows, RowScales, Statistics, fits_tma
+from grpo_kernels.kernels.operations import HeadChunk, PolicyTransform, Rows, RowScales, Statistics, fits_tma
 from grpo_kernels.kernels.triton import matmul
 
 TRANSFORMS = {
     "plain": c.PLAIN,
-    "scale": LogitTransform(logit_scale=0.3),
-    "softcap": LogitTransform(softcap=2.0, logit_scale=1.5),
+    "scale": PolicyTransform(logit_scale=0.3),
+    "softcap": PolicyTransform(softcap=2.0, logit_scale=1.5),
 }
 ROUNDING = 2.0**-8  # of a value to bfloat16, relative
 ORDERS = (0, 1, 2, 3, 5, 8)  # see emulator.h, and sm90.h for what copies and products make of them
@@ -41,7 +41,7 @@ def make_head(
     *,
     bias: bool = True,
     temperature: bool = True,
-    transform: LogitTransform = c.PLAIN,
+    transform: PolicyTransform = c.PLAIN,
 ) -> HeadChunk:
     g = torch.Generator().manual_seed(0)
 
@@ -264,7 +264,7 @@ def test_probability_near_one_keeps_its_digits(kernels, nats):
 def test_improbable_targets(kernels, nats, softcap):
     """Some rows overflow and are repaired: the others are as before, and these are exact as well."""
     few = slice(3, 9, 2)
-    plain = make_head(18, 8, 40, transform=LogitTransform(softcap=softcap))
+    plain = make_head(18, 8, 40, transform=PolicyTransform(softcap=softcap))
     plain.temperature[3] = 1.0
     stats, *repaired = assert_exponentials(kernels, lead(plain, -nats, few), 2e-4 if softcap else 3e-5, 4e-4)
     assert stats.logp[3] < -0.8 * nats or softcap

@@ -23,14 +23,14 @@ from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.compiled.base import DTYPES
 from grpo_kernels.kernels.compiled.cpu import load, usable_isas
 from grpo_kernels.kernels.fused_objective import ESTIMATORS, SURROGATES
-from grpo_kernels.kernels.operations import Backend, KeptPairs, LogitTransform
+from grpo_kernels.kernels.operations import Backend, KeptPairs, PolicyTransform
 from grpo_kernels.kernels.torch import rows as torch_rows
 from grpo_kernels.kernels.triton import scale as triton_scale
 from grpo_kernels.names import DIVERGENCES
 
 CPU, reason = load()
 assert CPU is not None, reason
-TRANSFORMS = (c.PLAIN, LogitTransform(logit_scale=0.25), LogitTransform(logit_scale=1.5, softcap=5.0))
+TRANSFORMS = (c.PLAIN, PolicyTransform(logit_scale=0.25), PolicyTransform(logit_scale=1.5, softcap=5.0))
 
 
 @contextlib.contextmanager
@@ -151,9 +151,9 @@ def test_rows(kernels, dtype, transform):
 
 @pytest.mark.parametrize("kernels", ["triton", "cuda"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transform", [*TRANSFORMS, LogitTransform(softcap=100.0)], ids=str)
+@pytest.mark.parametrize("transform", [*TRANSFORMS, PolicyTransform(softcap=100.0)], ids=str)
 def test_exponentials(kernels, dtype, transform):
-    turn = 2 * [*TRANSFORMS, LogitTransform(softcap=100.0)].index(transform) + c.DTYPES.index(dtype)
+    turn = 2 * [*TRANSFORMS, PolicyTransform(softcap=100.0)].index(transform) + c.DTYPES.index(dtype)
     for i, vocab in in_turn(kernels, c.VOCABS, turn, triton=12, cuda=6):
         c.check_exponentials(kernels, vocab, transform, dtype, shift=(i + turn) % 8, biased=i % 2 == 1)
 

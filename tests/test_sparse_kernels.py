@@ -16,7 +16,7 @@ from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.operations import (
     SPARSE_ONE,
     LogitChunk,
-    LogitTransform,
+    PolicyTransform,
     Rows,
     SparseRows,
     SparseRule,
@@ -27,7 +27,7 @@ from grpo_kernels.kernels.torch import sparse
 TORCH = get_backend("torch")
 THETA = 2.0**-6
 RULE = SparseRule(THETA)
-TRANSFORMS = (c.PLAIN, LogitTransform(logit_scale=1.5, softcap=5.0))
+TRANSFORMS = (c.PLAIN, PolicyTransform(logit_scale=1.5, softcap=5.0))
 
 
 class Given:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import round_float
-from ..kernels.operations import Backend, LogitChunk, LogitTransform, Statistics, TeacherTransform
+from ..kernels.operations import Backend, LogitChunk, PolicyTransform, Statistics, TeacherTransform
 from ..kernels.torch.transform import transformed
 from .vocab_parallel import VocabSlice
 
@@ -226,7 +226,7 @@ class TopKLogps(TopKIds):
         return TopKGradient(d_kept, -total, torch.zeros_like(total))
 
 
-def exact_z(u: Tensor, temperature: Tensor, params: LogitTransform | TeacherTransform) -> tuple[Tensor, Tensor | None]:
+def exact_z(u: Tensor, temperature: Tensor, params: PolicyTransform | TeacherTransform) -> tuple[Tensor, Tensor | None]:
     """Returns `transformed` in float64, of logits (C, K) that include their bias.
 
     Kernels add the bias, and round the scale, in the type of the logits u, and their log-sum-exp contains that

@@ -24,7 +24,7 @@ from ..checks.tokens import (
 )
 from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..kernels import get_backend
-from ..kernels.operations import LogitTransform, Statistics
+from ..kernels.operations import PolicyTransform, Statistics
 from ..names import add_op_namespace_prefix
 from ..teacher import AnyTeacher, check_teacher_values, teacher_signature
 from .chunk_size import Selection, select_tokens
@@ -150,7 +150,7 @@ def begin_logps(
         sampled = torch.full_like(sampled, -1)  # no id apart in the sums, which are the same for any K ids of a token
     sampled = sampled if mask is None else torch.where(mask, sampled, 0)
     tokens = TokenBatch(
-        head, sampled.contiguous().long(), temperature, LogitTransform(logit_scale, softcap), stats,
+        head, sampled.contiguous().long(), temperature, PolicyTransform(logit_scale, softcap), stats,
         sparse_backward=theta or None, teacher=teacher,
     )  # fmt: skip
     selection = None

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.operations import HeadChunk, LogitChunk, LogitTransform, Rows, Statistics, TokenMask
+from ..kernels.operations import HeadChunk, LogitChunk, PolicyTransform, Rows, Statistics, TokenMask
 from ..kernels.torch.rows import gradient_of_sampled
 from ..kernels.torch.transform import transformed
 from ..objective.metrics import MASK_SUMS
@@ -46,7 +46,7 @@ class TokenBatch:
     """The tokens (N,) of a call: their head, their statistics, and how the gradients of their logits are computed."""
 
     def __init__(
-        self, head: Head, ids: Tensor, temperature: Tensor, transform: LogitTransform, stats: Statistics,
+        self, head: Head, ids: Tensor, temperature: Tensor, transform: PolicyTransform, stats: Statistics,
         *, sparse_backward: float | None = None, teacher: TeacherHead | TopKHead | TopKLogps | None = None,
     ) -> None:  # fmt: skip
         self.head, self.backend, self.vocab_slice = head, head.backend, head.vocab_slice
@@ -138,7 +138,7 @@ class TokenBatch:
             return
         for number, tokens in teacher.heads.split(index):
             if number >= 0:
-                head, transform = teacher.heads.heads[number], LogitTransform(*teacher.heads.transforms[number][2:])
+                head, transform = teacher.heads.heads[number], PolicyTransform(*teacher.heads.transforms[number][2:])
                 rows = select_rows(tokens, len(self.ids))
                 own, count = teacher.heads.rows(rows), head.num_tokens
                 temperature = torch.ones(count, dtype=self.temperature.dtype, device=self.temperature.device)

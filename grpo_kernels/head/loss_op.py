@@ -27,7 +27,7 @@ from ..checks.tokens import (
 from ..config import config_from_key
 from ..kernels import get_backend
 from ..kernels.fused_objective import ObjectiveInputs
-from ..kernels.operations import LogitTransform, Statistics
+from ..kernels.operations import PolicyTransform, Statistics
 from ..names import add_op_namespace_prefix
 from ..objective.fused import has_kernel, objective_inputs
 from ..objective.loss import DistillationLoss, GRPOLoss, Operation
@@ -151,7 +151,7 @@ def _loss_of_head(
         is_static = (isinstance(head, LMHead) and every_row) or is_capturing(tokens.ids.device)
         mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, head.vocab_size, is_static=is_static)
     stats = Statistics.zeros(tokens.ids.numel(), tokens.ids.device, tokens.advantage.dtype)
-    transform = LogitTransform(config.logit_scale, config.logit_softcap or 0.0)
+    transform = PolicyTransform(config.logit_scale, config.logit_softcap or 0.0)
     if teacher is not None:
         teacher.weight = config.distill_coef * tokens.dloss_direct
     token_batch = TokenBatch(

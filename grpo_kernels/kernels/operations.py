@@ -115,8 +115,9 @@ class Statistics(NamedTuple):
         return cls(logp, torch.zeros(count, dtype=torch.float64, device=device), entropy)
 
 
-class LogitTransform(NamedTuple):
-    """z = softcap tanh(logit_scale u / softcap) / temperature, or logit_scale u / temperature; u = logits + bias."""
+class PolicyTransform(NamedTuple):
+    """What makes the policy's logits u, with their bias, the z of its softmax:
+    z = softcap tanh(logit_scale u / softcap) / temperature, or logit_scale u / temperature."""
 
     logit_scale: float = 1.0
     softcap: float = 0.0  # 0: no softcap
@@ -154,7 +155,7 @@ class LogitChunk(NamedTuple):
     ids: Tensor  # (N,) int64, the sampled ids of the batch; outside of [0, V): there is none, and logp is NaN
     temperature: Tensor  # (N,)
     stats: Statistics  # (N,): statistics are written here, and lse and entropy read for the gradient
-    transform: LogitTransform
+    transform: PolicyTransform
     bias: Tensor | None = None  # (V,) in float32 or better, added to the logits as they are read
     teacher: TeacherLogits | None = None
 
@@ -169,7 +170,7 @@ class HeadChunk(NamedTuple):
     ids: Tensor  # (N,) int64
     temperature: Tensor  # (N,)
     stats: Statistics  # (N,), written
-    transform: LogitTransform
+    transform: PolicyTransform
 
 
 class RowScales(NamedTuple):
@@ -212,10 +213,9 @@ class KeptRows(NamedTuple):
 
     kept: KeptIds
     token_of: Tensor  # (C, K) int32: the token of each entry
-    columns: (
-        Tensor  # (N,) int64: the column of the token's sampled id in its row; -1 where the row does not have it, or
-    )
-    # an id is not in the vocabulary, which gives NaN
+    # (N,) int64: the column of the token's sampled id in its row; -1 where the row does not have it, or where an id is
+    # not in the vocabulary, which gives NaN.
+    columns: Tensor
     added: Tensor  # (C,) bool: the sampled id was not among the kept ones
 
 

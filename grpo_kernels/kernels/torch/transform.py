@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operations import LogitTransform, TeacherTransform
+from ..operations import PolicyTransform, TeacherTransform
 
 
 def transformed(
-    logits: Tensor, bias: Tensor | None, temperature: Tensor, params: LogitTransform | TeacherTransform
+    logits: Tensor, bias: Tensor | None, temperature: Tensor, params: PolicyTransform | TeacherTransform
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (z = softcap(scale * (logits + bias)) / temperature (C,), the softcap's derivative or None); z is a
     copy."""

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch_of
-from ..operations import LogitChunk, LogitTransform, Rows, TeacherTransform
+from ..operations import LogitChunk, PolicyTransform, Rows, TeacherTransform
 from .divergence import LogProbParams, TeacherPair, divergence_gradient
 from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 
@@ -405,9 +405,9 @@ def gradient(chunk: LogitChunk, dlogp: Tensor, dentropy: Tensor, out: Tensor) ->
     )  # fmt: skip
 
 
-def scalars(transform: LogitTransform) -> LogitTransform:
+def scalars(transform: PolicyTransform) -> PolicyTransform:
     """Returns the transform with floats, which Triton does not compile in as it does integers of 1."""
-    return LogitTransform(*map(float, transform))
+    return PolicyTransform(*map(float, transform))
 
 
 def read_by(chunk: LogitChunk) -> tuple[Logits, Tensor, Tensor, int, Tensor]:
