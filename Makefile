@@ -33,6 +33,7 @@ else
 COST = $(call MEGABYTES,3100,6000), mostly CUDA libraries of torch. Without a GPU, make demo TORCH=cpu downloads 320 MB
 endif
 VLLM = build/vllm
+VERL = build/verl
 # What torch itself takes part in: custom operators, torch.compile, autograd, autocast, with every surrogate. Triton's
 # interpreter takes the Triton that tests/triton_interpreter.py was written for: it runs with the newest torch alone.
 TORCH_TESTS = compile compile_dynamic operators engine accumulation chunks precision sweep policy_loss sampling_mask traps variants env check
@@ -42,7 +43,7 @@ CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 COMPILE = $(BIN)/python setup.py --quiet build_ext --inplace
 
-.PHONY: help demo demo-chat test notebook docs bench measure figures check-figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels hub clean
+.PHONY: help demo demo-chat test notebook docs bench measure figures check-figures test-gpu test-torch test-vllm test-verl gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels hub clean
 
 # The text after ## of each target.
 help:
@@ -110,6 +111,9 @@ $(TORCH:%=test-torch-%): test-torch-%: $(VENV)/.built build/torch-%/.installed
 test-vllm: $(VENV)/.built $(VLLM)/.installed ## the trainer with vLLM's engine for CPUs, in an environment of its own in build/vllm
 	VLLM_CPU_CI_ENV=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
 	    $(VLLM)/bin/python -m pytest -q --noconftest tests/real_vllm.py $(ARGS)
+
+test-verl: $(VENV)/.built $(VERL)/.installed ## verl's own trainer on Ray and CPUs, in an environment of its own in build/verl
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -q --noconftest tests/real_verl.py $(ARGS)
 
 sanitize: $(VENV)/.built ## the CUDA kernels under compute-sanitizer, on a GPU
 	$(BIN)/python tests/sanitize.py $(ARGS)
@@ -238,3 +242,9 @@ $(VENV)/.created:
 	    "or its modules venv and ensurepip are missing, which are python3-venv of Debian and Ubuntu." \
 	    "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
 	exit 1
+
+# The last but pytest are what verl's trainer imports and its package does not ask for.
+$(VERL)/.installed: $(VENV)/.created
+	$(BIN)/python -m venv --clear $(VERL)
+	$(VERL)/bin/python -m pip install verl==0.9.1 torch==2.13.0 TransferQueue==0.1.11 cachetools fastapi uvicorn pytest
+	@touch $@
