@@ -49,6 +49,8 @@ def filled(page: str, results: Path) -> tuple[str, list[str]]:
         written, name, expression, form, unit = match.groups()
         try:
             text = text_of(json.loads((results / name).read_text()), " ".join(expression.split()), form, unit or "")
+            if not re.fullmatch(_RANGE, text):
+                raise ValueError(f"{form} gives {text!r}, which cannot be read as a number")
         except (OSError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             problems.append(f"{_line(page, match)}: {written}: {name}: {error}")
             return match[0]
@@ -64,9 +66,13 @@ def differences(page: str, new_page: str) -> list[str]:
 
     `new_page` is the page as `filled` returns it, with the tables that its files give.
     """
-    pairs = zip(_QUOTE.finditer(page), _QUOTE.finditer(new_page), strict=True)
-    numbers = [f"{_line(page, old)}: {old[1]}, which is {new[1]} in {old[2]}" for old, new in pairs if old[1] != new[1]]
-    lines = zip_longest(_QUOTE.sub("", page).split("\n"), _QUOTE.sub("", new_page).split("\n"))
+    texts, numbers = [page, new_page], []
+    old_quotes, new_quotes = ([*_QUOTE.finditer(text)] for text in texts)
+    if len(old_quotes) == len(new_quotes):  # else one is in a table, which its file replaces
+        pairs = [(old, new) for old, new in zip(old_quotes, new_quotes, strict=True) if old[1] != new[1]]
+        numbers = [f"{_line(page, old)}: {old[1]}, which is {new[1]} in {old[2]}" for old, new in pairs]
+        texts = [_QUOTE.sub("", text) for text in texts]
+    lines = zip_longest(*(text.split("\n") for text in texts))
     tables = [f"{i}: its files give {(new or old)[:120]!r}" for i, (old, new) in enumerate(lines, 1) if old != new]
     return numbers + tables[:1]
 
@@ -96,11 +102,19 @@ def _line(page: str, match: re.Match[str]) -> int:
 
 def generations(results: Path, digest: str | None) -> tuple[list[str], list[str]]:
     """Returns a line for each revision whose results are of other code than today's, and a line for each file that does
-    not say of which code it is."""
+    not say of which code it is, or is no JSON object."""
     files_by_revision: dict[str, list[tuple[date, str]]] = {}
     problems = []
     for path in sorted(results.rglob("*.json")):
-        document, name = json.loads(path.read_text()), path.relative_to(results).as_posix()
+        name = path.relative_to(results).as_posix()
+        try:
+            document = json.loads(path.read_text())
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        if not isinstance(document, dict):
+            problems.append(f"{name} holds a {type(document).__name__}; expected an object")
+            continue
         parts = [part for part in (document, *document.values()) if isinstance(part, dict)]
         environment = next((part["environment"] for part in parts if "digest" in part.get("environment", {})), None)
         if environment is None:

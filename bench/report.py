@@ -127,7 +127,10 @@ def sections() -> Iterator[str]:
 
 def load(name: str) -> Document:
     """Returns a document of `grpo-kernels bench`; bench/gpu.py has it inside its own."""
-    document = json.loads((RESULTS / name).read_text())
+    try:
+        document = json.loads((RESULTS / name).read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"bench/results/{name}: {error}")
     inner: Document = document.get("targets", document)
     for record in inner.get("cases", ()):
         case = record["case"]

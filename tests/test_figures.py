@@ -110,12 +110,20 @@ def test_a_number_is_that_of_its_file_and_noticed_when_it_was_changed(number, so
         ("cpu.json > cases > 0 > case > median() : .1f", "not supported"),
         ("cpu.json > cases > 0 > ours > times / cases > * > ours > seconds : .1f", "no number"),
         ("cpu.json > cases > 0 > ours > seconds : .1f furlongs", "furlongs"),
+        ("cpu.json > cases > 0 > ours > seconds : .0%", ".0% gives '100%', which cannot be read as a number"),
+        ("broken.json > cases : .1f", "Expecting property name"),
     ],
 )
 def test_a_number_without_file_or_field_is_noticed(source, said, results):
+    (results / "broken.json").write_text("{")
     page = f"It took 5<!-- {source} --> s."
     now, problems = filled(page, results)
     assert now == page and len(problems) == 1 and problems[0].startswith("1: 5: ") and said in problems[0]
+
+
+def test_a_number_in_a_table_that_its_file_does_not_give_is_noticed():
+    pages = "Some.\n2.0<!-- cpu.json > cases : .1f -->\n| 5 |\n", "Some.\n| 5 |\n"
+    assert differences(*pages) == ["2: its files give '| 5 |'"]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +162,15 @@ def test_files_of_other_code_are_listed_by_revision(results):
     assert listed == [f"- 29 November 2026, revision abc: {files}"]
     assert problems == ["bare.json does not say of which code it is"]
     assert "cpu.json" in str(generations(results, "tomorrow"))
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", ": Expecting property"), ("[]", " holds a list; expected an object")])
+def test_a_file_that_cannot_be_read_is_one_sentence(text, said, tmp_path, monkeypatch):
+    (tmp_path / "cpu.json").write_text(text)
+    assert [line.startswith(f"cpu.json{said}") for line in generations(tmp_path, "today")[1]] == [True]
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit, match=r"^bench/results/absent.json: .*No such file"):
+        report.load("absent.json")
 
 
 def test_the_chart_has_a_gap_in_bars_that_are_too_long_and_says_what_is_missing():
