@@ -1,6 +1,6 @@
 """verl 0.9.1's own trainer on Ray, two steps on CPUs with the loss of verl_losses.py:
 
-    pip install "verl[verl-core]==0.9.1"
+    pip install verl==0.9.1 TransferQueue==0.1.11 cachetools fastapi uvicorn
     python examples/verl_trainer.py MODEL [actor_rollout_ref.actor.policy_loss.loss_mode=vanilla ...]
 
 It rewards characters of ASCII, and writes its prompts to verl_prompts.parquet.
