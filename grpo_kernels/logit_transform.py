@@ -52,20 +52,21 @@ _RULES = {family: rule for rule, families in _FAMILIES.items() for family in fam
 
 # Families whose logits are lm_head(hidden) and nothing else.
 _PLAIN_NAMES = """
-afmoe apertus arcee aria aria_text axk1 axk2 bailing_hybrid bamba bitnet bloom blt codegen cwm dbrx deepseek_ocr2
-deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl deepseek_vl_hybrid diffllama doge dots1 dots3_note
-dots3_note_text emu3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe exaone4 exaone4_5 exaone_moe falcon falcon_mamba fast_vlm
-flex_olmo flint fuyu gemma gemma3 glm glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm5_next glm_moe_dsa glm_ocr
-glmga got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
-hunyuan_vl hy_v3 hy_v4 idefics2 idefics3 internlm3 internvl iquestcoder jais2 jamba jetmoe kimi_k25 kimi_linear
-kolibri1 laguna lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl lighton_ocr llama llama4 llama4_text llava llava_next
-llava_next_video llava_onevision longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm_ocr minicpmv4_6 minicpmv4_7
-minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral ministral3 mistral mistral3 mistral4 mixtral mllama
-molmo2 mpt nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt ovis2 paddleocr_vl perception_lm
-persimmon phi phi3 phi4_multimodal phimoe qianfan_ocr qwen2 qwen2_5_omni_thinker qwen2_5_vl qwen2_moe qwen2_vl qwen3
-qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
-qwen4_exp qwen4_exp_text seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 unlimited_ocr video_llama_3
-video_llava vipllava xglm youtu zamba zamba2 zaya
+afmoe apertus arcee aria aria_text axk1 axk2 bailing_hybrid bamba biogpt bitnet bloom blt codegen cosmos3_edge
+cosmos3_omni ctrl cwm dbrx deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl deepseek_vl_hybrid
+diffllama doge dots1 dots3_note dots3_note_text emu3 emu3_text_model ernie4_5 ernie4_5_moe ernie4_5_vl_moe exaone4
+exaone4_5 exaone_moe falcon falcon_mamba fast_vlm flex_olmo flint fuyu gemma gemma3 glm glm4 glm46v glm4_moe
+glm4_moe_lite glm4v glm4v_moe glm5_next glm_moe_dsa glm_ocr glmga got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
+gpt_neox_japanese gpt_oss gptj helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4 idefics2 idefics3
+internlm3 internvl iquestcoder jais2 jamba janus jetmoe kimi_k25 kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm2_vl lfm3
+lfm3_vl lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video llava_onevision longcat_flash mamba
+mamba2 mellum mimo_v2_flash minicpm_ocr minicpmv4_6 minicpmv4_7 minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text
+ministral ministral3 mistral mistral3 mistral4 mixtral mllama molmo2 mpt nemotron nemotron_h olmo olmo2 olmo3
+olmo_hybrid olmoe openai-gpt opt ovis2 paddleocr_vl perception_lm persimmon phi phi3 phi4_multimodal phimoe
+pp_chart2table qianfan_ocr qwen2 qwen2_5_omni_thinker qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe
+qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp qwen4_exp_text
+seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 unlimited_ocr video_llama_3 video_llava vipllava xglm
+youtu zamba zamba2 zaya
 """
 _PLAIN_FAMILIES = frozenset(_PLAIN_NAMES.split())
 

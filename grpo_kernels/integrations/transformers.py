@@ -154,9 +154,7 @@ def unwrap_causal_lm(model: Any) -> CausalLM:
         wrapped = hasattr(model, "module")
         hint = ": pass model.module, inside a forward that DistributedDataParallel wraps" if wrapped else ""
         raise TypeError(f"model is a {type(model).__name__}; expected a causal language model of transformers{hint}")
-    lm_head, body = model.get_output_embeddings(), _body_of(model)
-    if lm_head is None or body is model:
-        raise TypeError(f"model is a {type(model).__name__}; expected a causal language model, with an lm_head")
+    lm_head, body = model.get_output_embeddings(), body_of(model)
     for name, parameter in lm_head.named_parameters():
         if is_dtensor(parameter):
             raise TypeError(
@@ -170,11 +168,16 @@ def unwrap_causal_lm(model: Any) -> CausalLM:
     return CausalLM(model, body, lm_head, logit_transform(model.config))
 
 
-def _body_of(model: Any) -> Any:
-    """Returns the module that the model's forward calls before its lm_head; the model where there is none."""
+def body_of(model: Any) -> Any:
+    """Returns the module that the model's forward calls before its lm_head."""
     body = model.base_model
     if body is model:  # Llama 4's text model: base_model_prefix names an attribute that it lacks
         body = getattr(model, "model", model)
+    if body is model or model.get_output_embeddings() is None:
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected a causal language model, with a body and an lm_head that "
+            "takes its hidden states"
+        )
     return getattr(body, "decoder", body)  # OPT's forward calls the decoder within its base model
 
 

@@ -24,6 +24,7 @@ from ..logit_transform import logit_transform
 from ..logps import fused_logps
 from ..loss import GRPOLossOutput, fused_grpo_loss, grpo_loss_from_logps
 from .lm_head import HeadInputs, lm_head_inputs
+from .transformers import body_of
 from .trl_support import RolloutSupport, by_rows, of_rows, truncation_of
 
 RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no head for CPUs, where the tests run
@@ -451,6 +452,7 @@ def _add_head(
     transform = logit_transform(model.config)
     options = dict(options, logit_scale=transform.scale, logit_softcap=transform.softcap)
     _check_head(model.get_output_embeddings())
+    body_of(model)  # raises where there is none
 
     @functools.wraps(type(model).forward)  # generate() looks at the signature
     def forward(
@@ -460,7 +462,7 @@ def _add_head(
         if not fused_lm_head:
             return original(*args, **kwargs) if labels is None else original(*args, labels=labels, **kwargs)
         kwargs["use_cache"] = False
-        backbone = self.base_model(*args, **kwargs)
+        backbone = body_of(self)(*args, **kwargs)
         hidden = backbone.last_hidden_state
         autocast: Any = contextlib.nullcontext()
         lm_head = self.get_output_embeddings()
