@@ -24,7 +24,6 @@ from ..logit_transform import logit_transform
 from ..logps import fused_logps
 from ..loss import GRPOLossOutput, fused_grpo_loss, grpo_loss_from_logps
 from .lm_head import HeadInputs, lm_head_inputs
-from .transformers import body_of
 from .trl_support import RolloutSupport, by_rows, of_rows, truncation_of
 
 RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no head for CPUs, where the tests run
@@ -41,6 +40,8 @@ import trl.trainer.utils as trl_utils  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput, nanmax, nanmin, use_adapter  # noqa: E402
+
+from .transformers import body_of  # noqa: E402
 
 _IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
