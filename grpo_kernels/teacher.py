@@ -329,7 +329,8 @@ def _check_head(kind: str, teacher: Teacher, hidden: Tensor, weight: Tensor, dty
     if policy_rows != teacher_rows:
         longer = "lm_head_weight" if policy_rows > teacher_rows else f"{kind}.weight"
         raise ValueError(
-            f"{kind}.weight has {teacher_rows} rows and lm_head_weight {policy_rows}; expected one vocabulary. "
+            f"{kind}.weight has {teacher_rows} rows and lm_head_weight {policy_rows}; expected one vocabulary, with "
+            "vocab_parallel_group this rank's rows of it. "
             f"Where the further rows are padding, pass {longer}[:{min(policy_rows, teacher_rows)}], and its bias alike"
         )
     compute_dtype = products_dtype(teacher.hidden, teacher.weight, teacher.bias)

@@ -170,7 +170,7 @@ CASES = {
     "no coefficient": (lambda: taught(gk.Teacher(X, W), config=gk.GRPOConfig()), ValueError, "teacher has no effect with config.distill_coef=0"),
     "teacher tensor": (lambda: taught(X), TypeError, "teacher is a Tensor; expected a grpo_kernels.Teacher"),
     "teacher rows": (lambda: taught(gk.Teacher(X[:3], W)), ValueError, "Teacher.hidden has shape (3, 6, 40); expected (4, 6, H)"),
-    "teacher of more ids": (lambda: taught(gk.Teacher(X, torch.randn(70, 40))), ValueError, "pass Teacher.weight[:67]"),
+    "teacher of more ids": (lambda: taught(gk.Teacher(X, torch.randn(70, 40))), ValueError, "with vocab_parallel_group this rank's rows", "pass Teacher.weight[:67]"),
     "teacher of fewer ids": (lambda: taught(gk.Teacher(X, W[:60])), ValueError, "pass lm_head_weight[:60]"),
     "teacher gradient": (lambda: taught(gk.Teacher(X, W.clone().requires_grad_())), ValueError, "Teacher.weight requires a gradient"),
     "teacher of two types": (lambda: taught(gk.Teacher(X, W.half())), TypeError, "Teacher.weight is torch.float16"),

@@ -149,6 +149,15 @@ def check_dtensors(rank: int, group) -> None:
             if isinstance(x, Tensor) and "lm_head" not in name:
                 with pytest.raises(TypeError, match=rf"^{name} is a DTensor; .*{name}\.to_local\(\)"):
                     call(function, **{name: shard(x)})
+    weight = torch.ones(67, 24)
+    for name, options in dict(
+        weight=dict(weight=shard(weight)), bias=dict(weight=weight, bias=shard(weight[:, 0]))
+    ).items():
+        whole_or_rows = (
+            rf"pass Teacher\.{name}\.full_tensor\(\), or with vocab_parallel_group Teacher\.{name}\.to_local\(\)"
+        )
+        with pytest.raises(TypeError, match=rf"^Teacher\.{name} is a DTensor; .*{whole_or_rows}"):
+            gk.Teacher(torch.ones(4, 6, 24), **options)
 
     batch, mine = make_batch(0, bias=True), slice(2 * rank, 2 * rank + 2)
     names = ("hidden", "weight", "bias")

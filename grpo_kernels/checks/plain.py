@@ -116,6 +116,8 @@ def _refuse_subclass(name: str, x: Tensor) -> None:
         )
         if name in ("lm_head_weight", "lm_head_bias"):  # only with vocab_parallel_group: see gather_dtensor
             advice = f"with vocab_parallel_group pass {name}.to_local(), the rows of this rank"
+        elif name in ("Teacher.weight", "Teacher.bias"):  # to_local() would have some rows of the vocabulary alone
+            advice = f"pass {name}.full_tensor(), or with vocab_parallel_group {name}.to_local(), the rows of this rank"
         raise TypeError(f"{name} is a DTensor; expected a plain tensor: {advice}")
     traced = type(x).__name__ in ("FakeTensor", "FunctionalTensor")  # of a tracer: shapes without memory
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not traced:
