@@ -6,7 +6,7 @@ namespace binding {
 
 void take(Arguments& given, gk::TeacherArgs& a) {
     given.read(a.logits, a.logits_dtype, a.logits_stride, a.bias, a.kind, a.beta, a.params, a.weight, a.divergence,
-               a.offset, a.lse);
+               a.policy_kl, a.lse);
 }
 void take(Arguments& given, gk::SparseRows& a) {
     given.read(a.ids, a.values, a.counts, a.capacity, a.theta, a.first_id);

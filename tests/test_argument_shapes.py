@@ -113,7 +113,7 @@ def check_addresses(monkeypatch: Any, backend: str, count: int) -> None:
             for field, y in x.stats._asdict().items():
                 whole(f"{name}, {field}", y, count)
             teacher = getattr(x, "teacher", None)
-            for field in ("weight", "divergence", "offset", "lse") if teacher is not None else ():
+            for field in ("weight", "divergence", "policy_kl", "lse") if teacher is not None else ():
                 whole(f"{name}, teacher's {field}", getattr(teacher, field), count)
         elif isinstance(x, Tokens):
             for field in dataclasses.fields(x):

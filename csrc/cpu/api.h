@@ -13,7 +13,7 @@ struct TeacherArgs {
     const float* bias;    // (vocab,) or null
     const float* weight;  // (tokens,) d loss / d divergence
     float* divergence;    // (tokens,) nats
-    float* offset;        // (tokens,) the divergence; with jsd the KL of the policy to the mixture
+    float* policy_kl;     // (tokens,) KL of the policy to the teacher, with jsd to the mixture; forward_kl: 0
     double* lse;          // (tokens,)
     int64_t logits_stride;
     int32_t logits_dtype, kind;  // a Divergence

@@ -107,7 +107,7 @@ static void row_gradient(const RowArgs& args, const TeacherArgs& given, int64_t 
         const Row other = make_row(given, i, args.vocab, temperature);
         const Shift of = make_shift(other.scales, given.lse[token]);
         teacher = {other, Distribution(of, other.scales), given.beta, static_cast<float>(weight * row.scales.dz_du),
-                   given.offset[token]};
+                   given.policy_kl[token]};
         const Float y1 = splat(static_cast<float>(gradient.sampled.y));
         const Float y2 = splat(static_cast<float>(sampled_of(other, column).y));
         gradient.du_id +=

@@ -35,7 +35,7 @@ struct Teacher {
     Row row;
     Distribution q;
     float beta;
-    float weight, offset;  // for the gradient: d loss / dD times dz/du, and TeacherArgs' offset
+    float weight, policy_kl;  // for the gradient: d loss / dD times dz/du, and TeacherArgs'
 };
 
 // Probabilities, and the logarithms of their ratios to the other one's, or with JSD to the mixture.
@@ -67,7 +67,7 @@ static inline Float divergence_gradient(const Distribution& policy, const Teache
     const Ratios r = ratios_of<kDivergence>(policy, teacher, y1, y2);
     if (kDivergence == kForwardKl) return (r.p - r.q) * teacher.weight;
     const float scale = kDivergence == kJsd ? (1.f - teacher.beta) * teacher.weight : teacher.weight;
-    return weighed(r.p, r.log_p - teacher.offset) * scale;
+    return weighed(r.p, r.log_p - teacher.policy_kl) * scale;
 }
 
 // Stores the divergence, and what its gradient needs.
@@ -90,7 +90,7 @@ static void store_divergence(const TeacherArgs& args, int64_t token, const Row& 
     const double jsd = args.beta * kl_q + (1.0 - args.beta) * kl_p;
     const double divergence = kDivergence == kReverseKl ? kl_p : kDivergence == kForwardKl ? kl_q : jsd;
     args.divergence[token] = static_cast<float>(divergence);
-    args.offset[token] = static_cast<float>(kDivergence == kForwardKl ? 0.0 : kl_p);
+    args.policy_kl[token] = static_cast<float>(kDivergence == kForwardKl ? 0.0 : kl_p);
 }
 
 }  // namespace GK_ISA

@@ -134,15 +134,15 @@ class TeacherHead:
     ) -> None:  # fmt: skip
         self.heads = TeacherHeads(teacher, config, backend, compute_dtype)
         self.vocab_slice, self.logits_dtype = vocab_slice, self.heads.heads[0].logits_dtype
-        self.offset = torch.zeros(count, dtype=dtype, device=self.heads.heads[0].hidden.device)
-        self.lse = self.offset.new_zeros(count, dtype=torch.float64)
-        self.weight, self.divergence = torch.zeros_like(self.offset), torch.zeros_like(self.offset)
+        self.policy_kl = torch.zeros(count, dtype=dtype, device=self.heads.heads[0].hidden.device)
+        self.lse = self.policy_kl.new_zeros(count, dtype=torch.float64)
+        self.weight, self.divergence = torch.zeros_like(self.policy_kl), torch.zeros_like(self.policy_kl)
 
     def beside(self, head: Any, rows: Rows, number: int) -> TeacherLogits:
         """Returns the logits of teacher `number` for the rows whose logits `head`, an LMHead, has just computed."""
         assert self.heads is not None
         own, out = self.heads.heads[number], head.scratch.teacher_logits(rows.count)
-        per_token = self.weight, self.divergence, self.offset, self.lse
+        per_token = self.weight, self.divergence, self.policy_kl, self.lse
         logits = own.logits(self.heads.rows(rows), out)
         return TeacherLogits(logits, own.folded_bias, self.heads.transforms[number], *per_token)
 
@@ -153,7 +153,7 @@ class TeacherHead:
             chunk.rows.put(self.lse, self.vocab_slice.gather(local_lse).logsumexp(0))
             totals = backend.divergence(chunk)
             self.vocab_slice.add_up(totals)
-            for destination, x in zip((self.divergence, self.offset), totals, strict=True):
+            for destination, x in zip((self.divergence, self.policy_kl), totals, strict=True):
                 chunk.rows.put(destination, x)
 
 
@@ -284,7 +284,7 @@ class KeptTeacher(TeacherHead):
 
     def __init__(self, top_k: GivenTopK, head: KeptLogits, temperature: Tensor) -> None:
         self.transform, self.weight, self.divergence = top_k.transform, top_k.weight, top_k.divergence
-        self.offset, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.log_q[:, 0])
+        self.policy_kl, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.log_q[:, 0])
         self.vocab_slice, log_q = top_k.vocab_slice, top_k.log_q
         if self.vocab_slice is not None:  # the ids of this rank, and none behind them
             is_local = top_k.used & (self.vocab_slice.local_ids(top_k.ids) >= 0)
@@ -298,7 +298,7 @@ class KeptTeacher(TeacherHead):
 
     def beside(self, head: Any, rows: Rows, number: int) -> TeacherLogits:
         assert isinstance(rows, KeptMatrix) and rows.teacher_logits is not None
-        per_token = self.weight, self.divergence, self.offset, self.lse
+        per_token = self.weight, self.divergence, self.policy_kl, self.lse
         return TeacherLogits(rows.teacher_logits, None, self.transform, *per_token)
 
 

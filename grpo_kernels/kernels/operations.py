@@ -143,7 +143,7 @@ class TeacherLogits(NamedTuple):
     transform: TeacherTransform
     weight: Tensor  # (N,) d loss / d divergence, in the type of Statistics.logp like the next two
     divergence: Tensor  # (N,) nats
-    offset: Tensor  # (N,) nats: the divergence, "jsd": KL of the policy to the mixture; "forward_kl": not read
+    policy_kl: Tensor  # (N,) nats: KL of the policy to the teacher, "jsd": to the mixture; "forward_kl": not read
     lse: Tensor  # (N,) float64 nats, of the teacher
 
 
@@ -267,11 +267,11 @@ class Backend:
     """The operations of one backend. What it lacks it has from another table by `dataclasses.replace`; operations that
     may be None are ways that head/ takes where they are there.
 
-    statistics(chunk: LogitChunk): writes logp, lse and entropy; with a teacher its divergence, offset and lse.
+    statistics(chunk: LogitChunk): writes logp, lse and entropy; with a teacher its divergence, policy_kl and lse.
     gradient(chunk: LogitChunk, dlogp (N,), dentropy (N,), out (C, V)): writes d loss / d logits, from d loss / d logp,
         d loss / d entropy and the statistics. `out` may start where the logits do.
-    divergence(chunk: LogitChunk) -> (2, C): the shares of a slice of the vocabulary in the divergence and its offset,
-        from log-sum-exps of both sides over the whole vocabulary.
+    divergence(chunk: LogitChunk) -> (2, C): the shares of a slice of the vocabulary in the teacher's divergence and
+        policy_kl, from log-sum-exps of both sides over the whole vocabulary.
     exponentials(chunk: LogitChunk, head: HeadChunk, out (C, V) bfloat16) -> RowScales: writes the statistics and the
         exponentials e^(z - z_id), of which d loss / d logits is a multiple where no gradient goes through the entropy.
         The logits are read once, and `out` may lie over the front of them. `head`: what the logits are a product of,

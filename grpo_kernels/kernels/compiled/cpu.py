@@ -76,7 +76,7 @@ def _teacher(teacher: TeacherLogits) -> tuple[object, ...]:
     kind, *numbers = teacher.transform
     return (
         *matrix(teacher.logits), teacher.bias, DIVERGENCES.index(kind), *numbers, teacher.weight, teacher.divergence,
-        teacher.offset, teacher.lse,
+        teacher.policy_kl, teacher.lse,
     )  # fmt: skip
 
 

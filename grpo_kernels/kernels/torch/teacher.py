@@ -18,46 +18,46 @@ from .transform import minus_lse, transformed
 
 
 def put_divergence(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> None:
-    """Writes the divergence, its offset and the teacher's log-sum-exp of a chunk's tokens. log_p (C, V)."""
+    """Writes the divergence, policy_kl and the teacher's log-sum-exp of a chunk's tokens. log_p (C, V)."""
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
     lse = z.double().logsumexp(-1)
     results = sums(log_p, minus_lse(z, lse), teacher.transform)
-    for destination, x in zip((teacher.divergence, teacher.offset), results, strict=True):
+    for destination, x in zip((teacher.divergence, teacher.policy_kl), results, strict=True):
         rows.put(destination, x)
     rows.put(teacher.lse, lse)
 
 
 def sums(log_p: Tensor, log_q: Tensor, params: TeacherTransform) -> tuple[Tensor, Tensor]:
-    """Returns the divergence and its offset, (C,) each, of log-probabilities (C, V) or of a slice of them."""
+    """Returns the divergence and policy_kl, (C,) each, of log-probabilities (C, V) or of a slice of them."""
     if params.divergence == "reverse_kl":
         return (divergence := _kl(log_p, log_q)), divergence
     if params.divergence == "forward_kl":
         return (divergence := _kl(log_q, log_p)), torch.zeros_like(divergence)
     log_m = _log_mixture(log_p, log_q, params)
-    offset = _kl(log_p, log_m)
-    return params.divergence_beta * _kl(log_q, log_m) + (1 - params.divergence_beta) * offset, offset
+    policy_kl = _kl(log_p, log_m)
+    return params.divergence_beta * _kl(log_q, log_m) + (1 - params.divergence_beta) * policy_kl, policy_kl
 
 
 def divergence_gradient(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> Tensor:
     """Returns weight times dD / dz (C, V), 0 where the weight is. log_p (C, V)."""
-    weight, offset, lse = (rows.take(x)[:, None] for x in (teacher.weight, teacher.offset, teacher.lse))
+    weight, policy_kl, lse = (rows.take(x)[:, None] for x in (teacher.weight, teacher.policy_kl, teacher.lse))
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.transform)
     log_q, params = minus_lse(z, lse.squeeze(1)), teacher.transform
-    slope = slopes(log_p, log_q, 1.0 if params.divergence == "forward_kl" else offset, params)
+    slope = slopes(log_p, log_q, 1.0 if params.divergence == "forward_kl" else policy_kl, params)
     return torch.where(weight != 0, weight * slope, 0.0).to(log_p.dtype)
 
 
-def slopes(log_p: Tensor, log_q: Tensor, offset: Tensor | float, params: TeacherTransform) -> Tensor:
-    """Returns, (C, V), with the offset of `sums` (forward_kl: 1) dD/dz over a whole distribution.
+def slopes(log_p: Tensor, log_q: Tensor, policy_kl: Tensor | float, params: TeacherTransform) -> Tensor:
+    """Returns dD/dz (C, V) over a whole distribution, from the policy_kl of `sums` (forward_kl: 1).
 
-    With an offset of 0 it is p dD/dp; for reverse_kl without the p that comes from p log p.
+    With 0 in its place it is p dD/dp; for reverse_kl without the p that comes from p log p.
     """
     p = log_p.exp()
     if params.divergence == "forward_kl":
-        return p * offset - log_q.exp()
+        return p * policy_kl - log_q.exp()
     is_jsd = params.divergence == "jsd"
     other = _log_mixture(log_p, log_q, params) if is_jsd else log_q
-    slope = p * (_difference(log_p, other) - offset) * (1 - params.divergence_beta if is_jsd else 1.0)
+    slope = p * (_difference(log_p, other) - policy_kl) * (1 - params.divergence_beta if is_jsd else 1.0)
     return slope.masked_fill_(p == 0, 0.0)
 
 

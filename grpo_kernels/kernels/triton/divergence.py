@@ -35,7 +35,7 @@ class TeacherPair(NamedTuple):
     teacher: Any
     ddivergence: Any  # d loss / dD
     weight: Any  # that times the chain rule's scale
-    offset: Any  # of operations.TeacherLogits
+    policy_kl: Any  # of operations.TeacherLogits
     q: Any  # TeacherScalars
 
 
@@ -61,9 +61,9 @@ def divergence_gradient(y1, y2, pair, OPTIONS: tl.constexpr):
     if OPTIONS.divergence == "forward_kl":
         return pair.weight[:, None] * (prob_p - prob_q)
     if OPTIONS.divergence == "reverse_kl":
-        value = pair.weight[:, None] * prob_p * (log_p - log_q - pair.offset[:, None])
+        value = pair.weight[:, None] * prob_p * (log_p - log_q - pair.policy_kl[:, None])
         return tl.where(prob_p == 0.0, 0.0, value)
     beta = pair.q.divergence_beta
     m = prob_p * (1.0 - beta) + prob_q * beta
     scale = pair.weight[:, None] * (1.0 - beta)
-    return scale * prob_p * (log_of_ratio(prob_p, m) - pair.offset[:, None])
+    return scale * prob_p * (log_of_ratio(prob_p, m) - pair.policy_kl[:, None])

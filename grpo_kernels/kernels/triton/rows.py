@@ -117,7 +117,7 @@ class TeacherStatistics(NamedTuple):
     """Of all tokens; see operations.TeacherLogits."""
 
     divergence: Tensor
-    offset: Tensor
+    policy_kl: Tensor
     lse: Tensor
 
 
@@ -370,8 +370,8 @@ def gradient_kernel(
         other_top, other_log_sum = split_lse(tl.load(teacher_stats.lse + row.token, mask=row.live, other=0.0), to_z)
         policy, other_side = LogProbParams(terms.top, scales[0], log_sum), LogProbParams(other_top, to_z, other_log_sum)
         ddivergence = tl.load(weight + row.token, mask=row.live, other=0.0)
-        offset = tl.load(teacher_stats.offset + row.token, mask=row.live, other=0.0)
-        pair = TeacherPair(other, policy, other_side, ddivergence, ddivergence * scales[1].to(tl.float32), offset, q)
+        policy_kl = tl.load(teacher_stats.policy_kl + row.token, mask=row.live, other=0.0)
+        pair = TeacherPair(other, policy, other_side, ddivergence, ddivergence * scales[1].to(tl.float32), policy_kl, q)
         terms = add_divergence(row, terms, pair, p, OPTIONS)
 
     du = rows_of(gradient, row.at)
@@ -446,6 +446,6 @@ def teacher_of(chunk: LogitChunk) -> tuple[Any, ...]:
     teacher = chunk.teacher
     if teacher is None:
         return None, None, None, None
-    teacher_stats = TeacherStatistics(teacher.divergence, teacher.offset, teacher.lse)
+    teacher_stats = TeacherStatistics(teacher.divergence, teacher.policy_kl, teacher.lse)
     numbers = TeacherScalars._make(map(float, teacher.transform[1:]))
     return logits_of(teacher.logits, teacher.bias), teacher_stats, teacher.weight, numbers

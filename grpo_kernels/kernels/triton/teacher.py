@@ -84,18 +84,18 @@ def divergence_kernel(
     if OPTIONS.ragged:
         for first in range(end, row.vocab, BLOCK):
             sums = add_columns(row, other, first, row.vocab, sums, sides, p, q, OPTIONS, BLOCK)
-    total, offset = sums
+    total, policy_kl = sums
     if OPTIONS.divergence == "jsd":
-        total = q.divergence_beta * total + (1.0 - q.divergence_beta) * offset
+        total = q.divergence_beta * total + (1.0 - q.divergence_beta) * policy_kl
     elif OPTIONS.divergence == "reverse_kl":
-        offset = total
+        policy_kl = total
     tl.store(teacher_stats.divergence + row.token, total.to(tl.float32), mask=row.live)
-    tl.store(teacher_stats.offset + row.token, offset.to(tl.float32), mask=row.live)
+    tl.store(teacher_stats.policy_kl + row.token, policy_kl.to(tl.float32), mask=row.live)
     tl.store(teacher_stats.lse + row.token, other_sums.top.to(tl.float64) * to_z2 + log_sum, mask=row.live)
 
 
 def statistics(chunk: LogitChunk) -> None:
-    """Writes the statistics of the logits; with a teacher also the divergence, its offset and the teacher's
+    """Writes the statistics of the logits; with a teacher also the divergence, policy_kl and the teacher's
     log-sum-exp."""
     rows.statistics(chunk)
     if chunk.teacher is not None:
