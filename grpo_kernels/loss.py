@@ -21,7 +21,7 @@ from .checks.arguments import (
 )
 from .checks.tokens import check_token_tensor
 from .config import check_flag
-from .head.loss_op import LossCall, loss_from_hidden, loss_from_logits, policy_loss
+from .head.loss_op import LossCall, loss_from_hidden, loss_from_logits, loss_from_logps
 from .head.shared import requires_grad_flags, statistics_dtype
 from .inputs import LossOptions, agreed, check_loss_inputs, forwards_loss_options, read_config
 from .objective.metrics import Batch, Measured
@@ -260,7 +260,7 @@ def grpo_loss_from_logps(
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
     batch = check_loss_inputs(advantages, None, options, config, logps, "logps", logps.dtype, reads_logits=False)
     entropy_input = torch.zeros_like(logps) if entropy is None else entropy
-    loss, measured, *_ = policy_loss(
+    loss, measured, *_ = loss_from_logps(
         logps, entropy_input, list(batch.tokens), batch.num_groups, batch.per_sequence, config.key, batch.backend
     )
     mask = options.get("completion_mask")

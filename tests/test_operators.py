@@ -60,7 +60,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
         "logps_backward, a teacher": (
             [*grads, grads[0]], plain, of_divergence, stats, numbers, name, None, None, key_of_teacher, distils, wants
         ),
-        "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, True, key, name),
+        "grpo_loss_from_logps": (logps, entropy, [*tokens[:-2], None, None], 2, True, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, 0, "group", "mean", 1, 1e-4, True),
     }  # fmt: skip
 

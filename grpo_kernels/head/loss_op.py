@@ -356,8 +356,8 @@ def _hand_out_gradients(operator: Any, name: str, count: int) -> None:
 _hand_out_gradients(grpo_loss, "fused_grpo_loss", 3)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("policy_loss"), mutates_args=())
-def policy_loss(
+@torch.library.custom_op(add_op_namespace_prefix("grpo_loss_from_logps"), mutates_args=())
+def loss_from_logps(
     logps: Tensor,
     entropy: Tensor,
     tokens: Sequence[Optional[Tensor]],
@@ -389,7 +389,7 @@ def policy_loss(
     return value, measured, *(g.reshape(logps.shape).clone() for g in gradients)
 
 
-@policy_loss.register_fake
+@loss_from_logps.register_fake
 def _(logps, entropy, tokens, num_groups, per_sequence, config_key, backend):
     f, dtype = logps.new_empty, statistics_dtype(logps.dtype)
     batch = _batch_of(logps.shape, tokens, num_groups, per_sequence, config_key, backend)
@@ -401,4 +401,4 @@ def _(logps, entropy, tokens, num_groups, per_sequence, config_key, backend):
     )
 
 
-_hand_out_gradients(policy_loss, "grpo_loss_from_logps", 2)
+_hand_out_gradients(loss_from_logps, "grpo_loss_from_logps", 2)
