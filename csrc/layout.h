@@ -12,7 +12,7 @@
 
 namespace gk {
 
-constexpr int kInterface = 19;  // raised with every change of the functions of the compiled modules, or of the codes
+constexpr int kInterface = 20;  // raised with every change of the functions of the compiled modules, or of the codes
 
 enum DType : int32_t { kFloat32, kBfloat16, kFloat16 };  // of logits and gradients
 

@@ -15,14 +15,14 @@ void take(Arguments& given, gk::KeptRowArgs& a) {
     given.read(a.mask_ids, a.wide, a.mask_count, a.ends, a.sampled, a.own_first, a.own_count, a.vocab, a.token_of,
                a.rows, a.slots, a.ids, a.pair_tokens, a.columns, a.added);
 }
-void take(Arguments& given, gk::KeptArgs& a) {
+void take(Arguments& given, gk::GatheredArgs& a) {
     given.read(a.hidden, a.hidden_row_stride, a.weight, a.dtype, a.weight_row_stride, a.width, a.bias, a.token_of,
                a.rows, a.slots, a.ids);
 }
-void take(Arguments& given, gk::KeptPairs& a) {
+void take(Arguments& given, gk::TokenIdPairs& a) {
     given.read(a.hidden, a.dtype, a.hidden_row_stride, a.ids, a.token_of, a.dlogits, a.count, a.vocab, a.width);
 }
-void take(Arguments& given, gk::KeptTarget& a) { given.read(a.data, a.dtype, a.row_stride, a.add); }
+void take(Arguments& given, gk::GatheredTarget& a) { given.read(a.data, a.dtype, a.row_stride, a.add); }
 
 }  // namespace binding
 
@@ -33,9 +33,9 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("gradient", Bound<gk::gradient>::call);
     m.def("sparse_gradient", Bound<gk::sparse_gradient>::call);
     m.def("kept_ids", Bound<gk::kept_ids>::call);
-    m.def("kept_logits", Bound<gk::kept_logits>::call);
-    m.def("kept_dhidden", Bound<gk::kept_dhidden>::call);
-    m.def("kept_dweight", Bound<gk::kept_dweight>::call);
+    m.def("gathered_logits", Bound<gk::gathered_logits>::call);
+    m.def("gathered_dhidden", Bound<gk::gathered_dhidden>::call);
+    m.def("gathered_dweight", Bound<gk::gathered_dweight>::call);
     m.def("uses_openmp", gk::uses_openmp);
     m.def("cpu_isa", gk::cpu_isa);
     m.def("set_cpu_isa", gk::set_cpu_isa);

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from grpo_kernels.config import GRPOConfig
 from grpo_kernels.kernels.operations import (
+    GatheredIds,
     HeadChunk,
-    KeptIds,
-    KeptPairs,
     KeptRows,
     LogitChunk,
     PolicyTransform,
@@ -28,6 +27,7 @@ from grpo_kernels.kernels.operations import (
     Statistics,
     TeacherLogits,
     TeacherTransform,
+    TokenIdPairs,
     TokenMask,
     chunk_row_stride,
 )
@@ -159,24 +159,24 @@ def scale_rows(
     return BACKEND.scale_rows(x, vector(2 * rows), scales, of_head, out, is_product=is_product)
 
 
-def kept(
+def gathered(
     rows: int, dtype: torch.dtype, gradient: torch.dtype | None = None, bias: bool = False, add: bool = False,
     width: int = WIDTH
 ) -> list[object]:  # fmt: skip
     """Rows of 64 kept ids per token, of a vocabulary small enough to sort for, and the three products over them."""
     hidden, weight = torch.empty(2 * rows, width, dtype=dtype), torch.empty(128, width, dtype=dtype)
     index, tokens = vector(rows, INDEX), torch.empty(2 * rows, dtype=INDEX)
-    chosen = KeptIds(Rows(0, rows, index), torch.zeros(rows, 64, dtype=torch.int32))
+    chosen = GatheredIds(Rows(0, rows, index), torch.zeros(rows, 64, dtype=torch.int32))
     numbers, flat = torch.empty(rows, 64), torch.zeros(rows * 64, dtype=torch.int32)
     mask = TokenMask(vector(9 * rows, torch.int32), tokens, tokens)
     found = KeptRows(chosen, flat.view(rows, 64), tokens, torch.empty(rows + 1, dtype=torch.bool)[1:])
     wide = gradient or dtype
-    pairs, target = KeptPairs(flat, flat), torch.empty(128, width, dtype=wide)
+    pairs, target = TokenIdPairs(flat, flat), torch.empty(128, width, dtype=wide)
     return [
         BACKEND.kept_ids(mask, vector(2 * rows, INDEX), range(128), 128, found),
-        BACKEND.kept_logits(hidden, weight, torch.empty(128) if bias else None, chosen, numbers),
-        BACKEND.kept_dhidden(numbers, weight, chosen, torch.empty(2 * rows, width, dtype=wide)),
-        BACKEND.kept_dweight(numbers.view(-1), hidden, pairs, target, add=add),
+        BACKEND.gathered_logits(hidden, weight, torch.empty(128) if bias else None, chosen, numbers),
+        BACKEND.gathered_dhidden(numbers, weight, chosen, torch.empty(2 * rows, width, dtype=wide)),
+        BACKEND.gathered_dweight(numbers.view(-1), hidden, pairs, target, add=add),
     ]
 
 
@@ -241,10 +241,10 @@ CASES = {
     "scale rows, fp32": Case(lambda n: scale_rows(n, SINGLE, SINGLE, is_product=True)),
     "scale rows, bf16": Case(lambda n: scale_rows(n, HALF, HALF, is_product=False)),
     "scale rows, one row, H = 1": Case(lambda n: scale_rows(n, SINGLE, HALF, 1, is_product=True), rows=1),
-    "kept ids, bf16": Case(lambda n: kept(n, HALF)),
-    "kept ids, bf16, bias, fp32 gradients, added": Case(lambda n: kept(n, HALF, SINGLE, bias=True, add=True)),
-    "kept ids, fp32": Case(lambda n: kept(n, SINGLE)),
-    "kept ids, one row, H = 1": Case(lambda n: kept(n, HALF, width=1), rows=1),
+    "gathered ids, bf16": Case(lambda n: gathered(n, HALF)),
+    "gathered ids, bf16, bias, fp32 gradients, added": Case(lambda n: gathered(n, HALF, SINGLE, bias=True, add=True)),
+    "gathered ids, fp32": Case(lambda n: gathered(n, SINGLE)),
+    "gathered ids, one row, H = 1": Case(lambda n: gathered(n, HALF, width=1), rows=1),
     "fused_logp, bf16, V = 97": Case(lambda n: fused_logp(head(n, **SMALL))),
     "fused_exponentials, bf16, V = 97": Case(lambda n: fused_exponentials(head(n, **SMALL))),
     "statistics, one row, V = 1": Case(lambda n: statistics(n, SINGLE, 1), rows=1),

@@ -32,7 +32,7 @@ from grpo_kernels.commands.harness import (
     true_logps,
 )
 from grpo_kernels.commands.harness import relative_error as relative
-from grpo_kernels.head import kept
+from grpo_kernels.head import mask_paths
 from grpo_kernels.objective.tokens import TokenInputs
 
 __all__ = ["LEAVES", "Result", "fused", "leaves", "reference", "relative", "tensors"]  # which tests import from here
@@ -261,7 +261,7 @@ def use_mask_path(monkeypatch: Any, path: str, vocab: int) -> None:
     "none": there is no mask."""
     if path != "none":
         ratio = {"gathers": 0.5, "dense": vocab + 1, "both": 8}[path]
-        monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": ratio, "cuda": ratio})
+        monkeypatch.setattr(mask_paths, "DENSE_LOGITS_PER_GATHERED_ID", {"cpu": ratio, "cuda": ratio})
 
 
 def virtual_rows(rows: int, columns: int, row_stride: int, dtype: torch.dtype) -> Tensor:

@@ -71,7 +71,7 @@ def test_wrong_arguments_raise_before_anything_runs_and_keep_no_reference(wrong)
 
 def test_exceptions_of_cpp_are_python_s():
     with pytest.raises(ValueError, match="2\\^31 kept ids and more in one call"):
-        _cpu.kept_dweight(None, 0, 0, None, None, None, 2**31, 1, 1, None, 0, 0, False, 1)
+        _cpu.gathered_dweight(None, 0, 0, None, None, None, 2**31, 1, 1, None, 0, 0, False, 1)
     with pytest.raises(TypeError):
         _cpu.set_cpu_isa(1)
     assert _cpu.set_cpu_isa("no such set") is False and _cpu.cpu_isa() in ("avx512", "avx2", "baseline")

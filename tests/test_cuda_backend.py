@@ -165,7 +165,7 @@ def test_what_it_lacks_is_tritons_or_torchs(machine, monkeypatch):
 
     monkeypatch.delenv("TRITON_INTERPRET")
     found, _ = cuda_backend.load()
-    assert found.kept_logits is TRITON.kept_logits
+    assert found.gathered_logits is TRITON.gathered_logits
     assert found.exponentials.__self__.module is machine.module
     monkeypatch.setattr(cuda_backend, "load_triton", lambda: (None, "too old"))
     found, _ = cuda_backend.load()

@@ -31,7 +31,7 @@ from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
 from grpo_kernels.commands.harness import size_of_loss
-from grpo_kernels.head import kept
+from grpo_kernels.head import mask_paths
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.names import DIVERGENCES
 
@@ -287,7 +287,7 @@ def test_scale_touches_nothing_for_a_factor_of_one(dtype, kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sparse_gradients(dtype, monkeypatch, kernels):
     """With every entry kept as it is, the exact step; with 64 of a token near it, with the same bits twice."""
-    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cuda": 1})  # no token takes products
+    monkeypatch.setattr(mask_paths, "DENSE_LOGITS_PER_GATHERED_ID", {"cuda": 1})  # no token takes products
     batch = big_batch(512, 256, 32003, dtype)
     exact, everything, few, again = (
         loss_step(batch, gk.GRPOConfig(chunk_rows=200, sparse_backward=theta), kernels)(*leaves_of(batch))

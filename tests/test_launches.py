@@ -9,7 +9,7 @@ from helpers import leaves, make_batch, off_policy, use_mask_path
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import grpo_kernels as gk
-from grpo_kernels.head import chunk_size, k_ids, kept, lm_head, loss_op
+from grpo_kernels.head import chunk_size, k_ids, lm_head, loss_op, mask_paths
 
 # They run no kernel; torch.where makes a tensor of a number on the host.
 NO_KERNEL = (
@@ -39,13 +39,13 @@ class LaunchRecorder(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch):
     """As on a GPU, which is not asked for what may be wrong in the data, and without the mode seen by the package."""
-    for name in ("head.loss_op.check_values", "inputs.check_token_values", "head.kept.check_kept_ids"):
+    for name in ("head.loss_op.check_values", "inputs.check_token_values", "head.mask_paths.check_kept_ids"):
         monkeypatch.setattr(f"grpo_kernels.{name}", lambda *given: None)
     monkeypatch.setattr(chunk_size, "reads_block_host", lambda device: True)
     monkeypatch.setattr(loss_op, "uses_custom_op", lambda hidden, *given: False)
     monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
-    monkeypatch.setitem(kept.WIDTHS, "cpu", kept.WIDTHS["cuda"])
-    kept._widths.cache_clear()
+    monkeypatch.setitem(mask_paths.WIDTHS, "cpu", mask_paths.WIDTHS["cuda"])
+    mask_paths._widths.cache_clear()
     read, launches = torch.Tensor.tolist, LaunchRecorder()
 
     def tolist(self):
@@ -54,7 +54,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
     yield launches
-    kept._widths.cache_clear()
+    mask_paths._widths.cache_clear()
 
 
 def step(launches, batch, preset, backend="cpu", **options):

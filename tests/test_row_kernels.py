@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import kept_checks
+import gathered_checks
 import kernel_checks as c
 import pytest
 import torch
@@ -23,7 +23,7 @@ from grpo_kernels.kernels import get_backend
 from grpo_kernels.kernels.compiled.base import DTYPES
 from grpo_kernels.kernels.compiled.cpu import load, usable_isas
 from grpo_kernels.kernels.fused_objective import ESTIMATORS, SURROGATES
-from grpo_kernels.kernels.operations import Backend, KeptPairs, PolicyTransform
+from grpo_kernels.kernels.operations import Backend, PolicyTransform, TokenIdPairs
 from grpo_kernels.kernels.torch import rows as torch_rows
 from grpo_kernels.kernels.triton import scale as triton_scale
 from grpo_kernels.names import DIVERGENCES
@@ -296,15 +296,15 @@ def test_scale_rows(kernels, dtypes, is_product):
 def test_kept_ids(kernels, dtype):
     """On a CPU with both types of gradients at every width."""
     turn = 2 * c.DTYPES.index(dtype)
-    for _, width in in_turn(kernels, kept_checks.KEPT_WIDTHS, turn, triton=6):
+    for _, width in in_turn(kernels, gathered_checks.GATHERED_WIDTHS, turn, triton=6):
         for wide in (False, True):
-            kept_checks.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
+            gathered_checks.check_gathered(kernels, width, dtype, wide=wide, shift=width % 5)
 
 
 @without_cuda
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_of_kept_ids(kernels, dtype):
-    kept_checks.check_kept_ids(kernels, dtype)
+    gathered_checks.check_kept_ids(kernels, dtype)
 
 
 @of_cpu
@@ -317,13 +317,13 @@ def test_a_dweight_that_is_written_has_the_bits_of_one_added_to_zeros(kernels, d
     hidden = torch.randn(tokens, width, generator=g).to(dtype)
     ids = torch.randint(vocab, (tokens * 40,), generator=g, dtype=torch.int32)
     ids[::5], ids[1], ids[2] = -1, 0, vocab - 1
-    pairs = KeptPairs(ids, torch.arange(tokens, dtype=torch.int32).repeat_interleave(40))
+    pairs = TokenIdPairs(ids, torch.arange(tokens, dtype=torch.int32).repeat_interleave(40))
     dlogits = torch.randn(len(ids), generator=g)
     buffer = torch.full((vocab + 1, width + 32), 7.5, dtype=dtype)
     dweight = buffer.view(-1)[shift:][: vocab * (width + 32)].view(vocab, width + 32)[:, :width]
     added = torch.zeros(vocab, width, dtype=dtype)
-    kernels.kept_dweight(dlogits, hidden, pairs, dweight, add=False)
-    kernels.kept_dweight(dlogits, hidden, pairs, added, add=True)
+    kernels.gathered_dweight(dlogits, hidden, pairs, dweight, add=False)
+    kernels.gathered_dweight(dlogits, hidden, pairs, added, add=True)
     assert torch.equal(dweight, added)
     assert added[ids[ids >= 0].long()].any(1).all()
     dweight.fill_(7.5)
@@ -333,10 +333,10 @@ def test_a_dweight_that_is_written_has_the_bits_of_one_added_to_zeros(kernels, d
 @pytest.mark.parametrize("dtype", c.DTYPES)
 def test_kept_ids_in_torch(monkeypatch, dtype):
     """In pieces of less than a row, and all at once."""
-    from grpo_kernels.kernels.torch import kept
+    from grpo_kernels.kernels.torch import gathered
 
-    kept_checks.check_kept_ids(get_backend("torch"), torch.int32)
+    gathered_checks.check_kept_ids(get_backend("torch"), torch.int32)
 
     for piece, wide in ((64, False), (2**24, True)):
-        monkeypatch.setattr(kept, "BLOCK_ELEMENTS", piece)
-        kept_checks.check_kept(get_backend("torch"), 131, dtype, wide=wide)
+        monkeypatch.setattr(gathered, "BLOCK_ELEMENTS", piece)
+        gathered_checks.check_gathered(get_backend("torch"), 131, dtype, wide=wide)

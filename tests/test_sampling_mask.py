@@ -38,7 +38,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels import SamplingMask
 from grpo_kernels.checks import arguments as validate
-from grpo_kernels.head import kept
+from grpo_kernels.head import mask_paths
 from grpo_kernels.kernels import get_backend
 from grpo_kernels.reference import kept_ids
 
@@ -131,13 +131,13 @@ def test_16_bit_inputs(backend, dtype, logits, mask_path):
 def test_dweight_of_few_kept_ids_is_written_once(backend, dtype, monkeypatch):
     """In the type of the weight, and handed out as it is."""
     use_mask_path(monkeypatch, "gathers", V)
-    batch, written, write = leaves(masked_batch(least=1, dtype=dtype)), [], get_backend(backend).kept_dweight
+    batch, written, write = leaves(masked_batch(least=1, dtype=dtype)), [], get_backend(backend).gathered_dweight
 
-    def kept_dweight(dlogits, hidden, pairs, dweight, *, add):
+    def gathered_dweight(dlogits, hidden, pairs, dweight, *, add):
         written.append((dweight, add))
         write(dlogits, hidden, pairs, dweight, add=add)
 
-    with_operations(monkeypatch, backend, kept_dweight=kept_dweight)
+    with_operations(monkeypatch, backend, gathered_dweight=gathered_dweight)
     call(batch, backend=backend).loss.backward()
     ((dweight, add),) = written
     assert not add and dweight.dtype == dtype and batch.weight.grad.data_ptr() == dweight.data_ptr()
@@ -302,7 +302,7 @@ def test_what_a_fused_loss_refuses_besides(function):
 def test_ids_outside_of_the_vocabulary_where_nobody_looks(function, mask_path, monkeypatch):
     """As on a GPU without GRPO_KERNELS_DEBUG: NaN, and no memory outside of the tensors is touched."""
     use_mask_path(monkeypatch, mask_path, 11)
-    for module in (validate, kept):
+    for module in (validate, mask_paths):
         monkeypatch.setattr(module, "checks_values", lambda device: False)
     batch = make_batch(sequences=1, length=3, width=4, vocab=11)
     for wrong in (11, 10**6, 2**31 - 1, -1, -(2**31)):

@@ -36,7 +36,7 @@ from option_space import POINTS, build, choose
 from test_peft import adapted
 
 import grpo_kernels as gk
-from grpo_kernels.head import kept, sparse
+from grpo_kernels.head import mask_paths, sparse
 from grpo_kernels.head import shared as engine_shared
 from grpo_kernels.integrations.transformers import fused_forward
 from grpo_kernels.kernels.operations import SparseRule
@@ -50,7 +50,7 @@ THETA = 2.0**-5
 
 def room(monkeypatch: Any, logits_per_pair: float) -> None:
     """Tokens of V / logits_per_pair entries and more take dense products."""
-    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", dict.fromkeys(("cpu", "cuda"), logits_per_pair))
+    monkeypatch.setattr(mask_paths, "DENSE_LOGITS_PER_GATHERED_ID", dict.fromkeys(("cpu", "cuda"), logits_per_pair))
 
 
 @pytest.fixture(autouse=True)

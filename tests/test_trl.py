@@ -22,7 +22,7 @@ from trl.trainer import utils as trl_utils
 from trl_calls import CRAFTED, computed
 
 import grpo_kernels as gk
-from grpo_kernels.head import kept
+from grpo_kernels.head import mask_paths
 from grpo_kernels.integrations import trl as integration
 
 CASES = parity.CASES
@@ -96,7 +96,7 @@ def test_runs_of_two_processes_equal_trls():
 
 @pytest.mark.parametrize("quantile", [1.0, 0.4])
 def test_sparse_gradients(quantile, monkeypatch):
-    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(mask_paths, "DENSE_LOGITS_PER_GATHERED_ID", {"cpu": 1, "cuda": 1})
     options = {"loss_type": "grpo", "top_entropy_quantile": quantile, "entropy_coef": 0.1}
     classes = (partial(integration.FusedGRPOTrainer, sparse_backward=x) for x in (None, 0.1, 1e-12))
     exact, rounded, tiny = (computed(cls, "plain", options, "train") for cls in classes)
@@ -105,7 +105,7 @@ def test_sparse_gradients(quantile, monkeypatch):
 
 
 def test_sparse_gradients_of_the_head_alone(monkeypatch):
-    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(mask_paths, "DENSE_LOGITS_PER_GATHERED_ID", {"cpu": 1, "cuda": 1})
     hidden, ids, found = torch.randn(8, 16), torch.randint(64, (8,)), []
     for theta in (None, 0.1, None):
         weight = torch.linspace(-1.0, 1.0, 64 * 16).view(64, 16).requires_grad_()

@@ -15,7 +15,7 @@ import verl_package
 from verl_package import ActorConfig as Actor
 
 from grpo_kernels import GRPOConfig, fused_logps
-from grpo_kernels.head import kept
+from grpo_kernels.head import mask_paths
 
 B, T, H, V = 5, 8, 16, 64
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -146,7 +146,7 @@ def test_fused_linear_for_ppo(verl, shape, implementation):
 
 
 def test_sparse_gradients(verl, monkeypatch):
-    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(mask_paths, "DENSE_LOGITS_PER_GATHERED_ID", {"cpu": 1, "cuda": 1})
     hidden, labels, found = torch.randn(12, H), torch.randint(V, (12,)), []
     for theta in (None, 0.1, None):
         verl.register(sparse_backward=theta)

@@ -43,7 +43,7 @@ from torch import distributed
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
 from grpo_kernels.commands.harness import size_of_loss
-from grpo_kernels.head import kept, sparse, vocab_parallel
+from grpo_kernels.head import mask_paths, sparse, vocab_parallel
 from grpo_kernels.integrations.sequence_parallel import gather_tokens
 from grpo_kernels.kernels.operations import SparseRule
 from grpo_kernels.names import DIVERGENCES
@@ -285,7 +285,7 @@ def kept_ids_outside_of_the_vocabulary(rank: int, group) -> None:
         pairs = torch.tensor(sorted([3, wrong])).repeat(6)
         call = partial(gk.fused_logps, mine.hidden, mine.weight, mine.ids, vocab_parallel_group=group, backend=backend)
         with mask_path(path), pytest.MonkeyPatch.context() as patch:
-            for module in (validate, kept):
+            for module in (validate, mask_paths):
                 patch.setattr(module, "checks_values", lambda device: False)
             mask = gk.SamplingMask(torch.cat([pairs, torch.full((18,), 5)]).int(), counts)
             logps, _ = call(sampling_mask=mask)
@@ -322,7 +322,9 @@ def sparse_gradients(rank: int, group) -> None:
         for backend in (*BACKENDS, "triton", "cuda"):
             exact = fused(batch, config, backend)
             for logits_per_pair, dense in ((1000, 1.0), (1 if rank else 1000, 0.5), (1, 0.0)):
-                patch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", dict.fromkeys(("cpu", "cuda"), logits_per_pair))
+                patch.setattr(
+                    mask_paths, "DENSE_LOGITS_PER_GATHERED_ID", dict.fromkeys(("cpu", "cuda"), logits_per_pair)
+                )
                 found = whole(fused(mine, tiny, backend), group, rank)
                 assert found.metrics.pop("sparse/dense") == dense and found.metrics.pop("sparse/kept").isfinite()
                 assert_close(found, exact, 2e-5)

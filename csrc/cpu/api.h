@@ -52,8 +52,8 @@ struct KeptRowArgs {
 };
 void kept_ids(const KeptRowArgs& args, int threads);
 
-// Ids that truncated sampling kept: `slots` per row, those below 0 are not used. Row i is token token_of[i].
-struct KeptArgs {
+// A few ids of some tokens: `slots` per row, those below 0 are not used. Row i is token token_of[i].
+struct GatheredArgs {
     const void* hidden;  // (tokens, width)
     const void* weight;  // (vocab, width), of the same type
     const float* bias;   // (vocab,) or null
@@ -62,14 +62,14 @@ struct KeptArgs {
     int64_t rows, slots, width, hidden_row_stride, weight_row_stride;
     int32_t dtype;
 };
-struct KeptTarget {
+struct GatheredTarget {
     void* data;  // (tokens or vocab, width)
     int64_t row_stride;
     int32_t dtype;
-    bool add;  // to what is there; else rows of the weight that no token kept become 0
+    bool add;  // to what is there; else rows of ids that no token has become 0
 };
 // The same of all rows, one pair of a token and an id after another.
-struct KeptPairs {
+struct TokenIdPairs {
     const void* hidden;       // (tokens, width)
     const int32_t* ids;       // (count,) below 0: not used
     const int32_t* token_of;  // (count,)
@@ -77,9 +77,9 @@ struct KeptPairs {
     int64_t count, vocab, width, hidden_row_stride;
     int32_t dtype;
 };
-void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, slots), -inf where not used
-void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads);
-void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads);
+void gathered_logits(const GatheredArgs& args, float* logits, int threads);  // (rows, slots), -inf where not used
+void gathered_dhidden(const GatheredArgs& args, const float* dlogits, const GatheredTarget& target, int threads);
+void gathered_dweight(const TokenIdPairs& pairs, const GatheredTarget& target, int threads);
 
 const char* cpu_isa();               // the instruction set in use: avx512, avx2 or baseline, at first the last one
 bool set_cpu_isa(const char* name);  // one that the processor has; false where it was not built

@@ -19,10 +19,10 @@ struct Isa {
     const char* name;
     RowKernels rows;
     SparseKernel sparse;
-    KeptKernels (*kept)(int32_t dtype);
+    GatheredKernels (*gathered)(int32_t dtype);
 };
 
-#define GK_ISA_OF(isa) {#isa, isa::row_kernels(), isa::sparse_kernel(), isa::kept_kernels}
+#define GK_ISA_OF(isa) {#isa, isa::row_kernels(), isa::sparse_kernel(), isa::gathered_kernels}
 const Isa kBuilt[] = {
     GK_ISA_OF(baseline),
 #ifdef GK_HAVE_X86
@@ -63,22 +63,22 @@ void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads) {
     run(chosen.load()->sparse, args, out, threads);
 }
 
-void kept_logits(const KeptArgs& args, float* logits, int threads) {
-    const KeptKernels kernels = chosen.load()->kept(args.dtype);
-    parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads,
+void gathered_logits(const GatheredArgs& args, float* logits, int threads) {
+    const GatheredKernels kernels = chosen.load()->gathered(args.dtype);
+    parallel_for(args.rows, gathered_grain(args.rows, args.rows * args.slots), threads,
                  [&](int64_t first, int64_t last) { kernels.logits(args, logits, first, last); });
 }
 
-void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads) {
-    const KeptKernels kernels = chosen.load()->kept(args.dtype);
-    parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads,
+void gathered_dhidden(const GatheredArgs& args, const float* dlogits, const GatheredTarget& target, int threads) {
+    const GatheredKernels kernels = chosen.load()->gathered(args.dtype);
+    parallel_for(args.rows, gathered_grain(args.rows, args.rows * args.slots), threads,
                  [&](int64_t first, int64_t last) { kernels.dhidden(args, dlogits, target, first, last); });
 }
 
-void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads) {
+void gathered_dweight(const TokenIdPairs& pairs, const GatheredTarget& target, int threads) {
     if (pairs.count > INT32_MAX) throw std::invalid_argument("2^31 kept ids and more in one call; expected fewer");
     // A counting sort, stable: the pairs of an id stay in order. Ids below 0 come first and are left out.
-    // 32 bits: beside 8 kept ids per token, starts take most of the memory of a call.
+    // 32 bits: beside 8 ids per token, starts take most of the memory of a call.
     std::vector<int32_t> starts(pairs.vocab + 2);
     for (int64_t k = 0; k < pairs.count; k++) starts[std::max(pairs.ids[k], -1) + 2]++;
     std::vector<int32_t> places(pairs.count - starts[1]);
@@ -87,8 +87,8 @@ void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads)
     for (int64_t k = 0; k < pairs.count; k++)
         if (pairs.ids[k] >= 0) places[starts[pairs.ids[k] + 1]++] = static_cast<int32_t>(k);
     const PairsById by_id = {starts.data(), places.data()};
-    const KeptKernels kernels = chosen.load()->kept(pairs.dtype);
-    parallel_for(pairs.vocab, kept_grain(pairs.vocab, pairs.count), threads,
+    const GatheredKernels kernels = chosen.load()->gathered(pairs.dtype);
+    parallel_for(pairs.vocab, gathered_grain(pairs.vocab, pairs.count), threads,
                  [&](int64_t first, int64_t last) { kernels.dweight(pairs, by_id, target, first, last); });
 }
 

@@ -48,7 +48,7 @@ void parallel_for(int64_t count, int64_t grain, int threads, const Body& body) {
 }
 
 // Enough pairs of a token and an id in a piece to pay for handing it out.
-inline int64_t kept_grain(int64_t rows, int64_t pairs) {
+inline int64_t gathered_grain(int64_t rows, int64_t pairs) {
     constexpr int64_t kPiecePairs = 512;
     return 1 + kPiecePairs * rows / std::max<int64_t>(1, pairs);
 }

@@ -1,5 +1,5 @@
-// The kernels of one instruction set. rows.cpp, sparse.cpp and kept.cpp are compiled once per set, each time into its
-// own namespace.
+// The kernels of one instruction set. rows.cpp, sparse.cpp and gathered.cpp are compiled once per set, each time into
+// its own namespace.
 #pragma once
 #include "api.h"
 
@@ -21,18 +21,19 @@ struct PairsById {
     const int32_t* pairs;
 };
 
-struct KeptKernels {
-    void (*logits)(const KeptArgs& args, float* logits, int64_t first, int64_t last);  // rows [first, last)
-    void (*dhidden)(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int64_t first, int64_t last);
-    void (*dweight)(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, int64_t first,
+struct GatheredKernels {
+    void (*logits)(const GatheredArgs& args, float* logits, int64_t first, int64_t last);  // rows [first, last)
+    void (*dhidden)(const GatheredArgs& args, const float* dlogits, const GatheredTarget& target, int64_t first,
+                    int64_t last);
+    void (*dweight)(const TokenIdPairs& pairs, const PairsById& by_id, const GatheredTarget& target, int64_t first,
                     int64_t last);  // rows [first, last) of the weight
 };
 
-#define GK_DECLARE_KERNELS(isa)              \
-    namespace isa {                          \
-    RowKernels row_kernels();                \
-    SparseKernel sparse_kernel();            \
-    KeptKernels kept_kernels(int32_t dtype); \
+#define GK_DECLARE_KERNELS(isa)                      \
+    namespace isa {                                  \
+    RowKernels row_kernels();                        \
+    SparseKernel sparse_kernel();                    \
+    GatheredKernels gathered_kernels(int32_t dtype); \
     }
 GK_DECLARE_KERNELS(avx512)
 GK_DECLARE_KERNELS(avx2)

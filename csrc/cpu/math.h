@@ -1,8 +1,8 @@
 // Vectors of 16, 8 or 4 floats (AVX-512, AVX2, SSE2 or NEON) in the vector extensions of GCC and clang: element types,
 // 2^t, log and tanh. Branch-free; needs no libmvec and no -ffast-math.
 //
-// Only rows.cpp, sparse.cpp and kept.cpp include this file, once per instruction set, inside a namespace of its own: an
-// inline function with AVX-512 code under a shared name could be picked by the linker for every CPU.
+// Only rows.cpp, sparse.cpp and gathered.cpp include this file, once per instruction set, inside a namespace of its
+// own: an inline function with AVX-512 code under a shared name could be picked by the linker for every CPU.
 #pragma once
 #include <stdint.h>
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..kernels.operations import Backend, KeptPairs
+from ..kernels.operations import Backend, TokenIdPairs
 from .products import BLOCK_ROWS, add_product, product
 
 
@@ -45,10 +45,10 @@ class WeightGradient:
         else:
             add_product(self.total, dlogits.T, h)
 
-    def add_kept(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs) -> None:
-        """Adds the tokens with few kept ids: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
+    def add_pairs(self, dlogits: Tensor, hidden: Tensor, pairs: TokenIdPairs) -> None:
+        """Adds pairs of a token and an id: dlogits (M,), hidden (N, H)."""
         first, total = self._total_to_write()
-        self.backend.kept_dweight(dlogits, hidden, pairs, total, add=not first)
+        self.backend.gathered_dweight(dlogits, hidden, pairs, total, add=not first)
 
     def _total_to_write(self) -> tuple[bool, Tensor]:
         """Returns (whether nothing was added yet, the sum); before the first chunk the sum is uninitialised memory."""

@@ -30,10 +30,10 @@ BLOCKS, DIRECT, COPIED_ELEMENTS = (8, 32), 16, {"cpu": 2**22, "cuda": 2**24}
 class TopKGradient(NamedTuple):
     """The gradient of a sum over K ids by the logits z.
 
-    d_kept: by z of the K ids. By z_j of any other id j it is p_j d_other + (p_j / the mass of the other ids) d_tail.
+    d_top_k: by z of the K ids. By z_j of any other id j it is p_j d_other + (p_j / the mass of the other ids) d_tail.
     """
 
-    d_kept: Tensor  # (C, K)
+    d_top_k: Tensor  # (C, K)
     d_other: Tensor  # (C,)
     d_tail: Tensor  # (C,)
 
@@ -115,12 +115,12 @@ class TopKIds:
         rows, sampled, p = chunk.rows, ids[:, -1:], log_p.exp()
         is_sampled = (ids[:, :-1] == sampled) & rows.take(self.used)
         # The entry of the sampled id, where that is one of the K; any other one where it is not.
-        d_kept = sum_grad.d_kept.gather(1, is_sampled.int().argmax(1, keepdim=True))
+        d_top_k = sum_grad.d_top_k.gather(1, is_sampled.int().argmax(1, keepdim=True))
         share_of_tail = (log_p[:, -1:] - log_tail[:, None]).exp()
         d_other = p[:, -1:] * sum_grad.d_other[:, None] + share_of_tail * sum_grad.d_tail[:, None]
-        d_sampled = torch.where(is_sampled.any(1, keepdim=True), d_kept, d_other)
+        d_sampled = torch.where(is_sampled.any(1, keepdim=True), d_top_k, d_other)
         dlogp, dentropy, weight = dlogp[:, None], dentropy[:, None], weight[:, None]
-        dz = torch.where(weight != 0, weight * torch.cat([sum_grad.d_kept, d_sampled], 1), 0.0)
+        dz = torch.where(weight != 0, weight * torch.cat([sum_grad.d_top_k, d_sampled], 1), 0.0)
         entropy = torch.where(dentropy != 0, rows.take(chunk.stats.entropy).double()[:, None], 0.0)
         weighted_logp = torch.where(p == 0, 0.0, p * (log_p + entropy))
         return dz - dlogp * p - dentropy * weighted_logp + dlogp * (ids == sampled)
@@ -222,8 +222,8 @@ class TopKLogps(TopKIds):
 
     def _sum_gradient(self, chunk: LogitChunk, log_p: Tensor) -> TopKGradient:
         total = chunk.rows.take(self.total)
-        d_kept = chunk.rows.take(self.shares) - log_p.exp() * total[:, None]
-        return TopKGradient(d_kept, -total, torch.zeros_like(total))
+        d_top_k = chunk.rows.take(self.shares) - log_p.exp() * total[:, None]
+        return TopKGradient(d_top_k, -total, torch.zeros_like(total))
 
 
 def exact_z(u: Tensor, temperature: Tensor, params: PolicyTransform | TeacherTransform) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..checks.plain import materialized
-from ..kernels.operations import Backend, HeadChunk, KeptPairs, Rows, RowScales
+from ..kernels.operations import Backend, HeadChunk, Rows, RowScales, TokenIdPairs
 from .chunk_size import (
     STATISTICS_BYTES,
     ChunkTypes,
@@ -299,9 +299,9 @@ class LMHead:
             self._taken_out = []
             numbers = torch.arange(self.num_tokens, dtype=torch.int32, device=self.hidden.device)
             tokens = torch.cat([rows.take(numbers) for rows in chunks])
-            self.add_pairs(torch.cat(values), KeptPairs(torch.cat(ids).to(torch.int32), tokens))
+            self.add_pairs(torch.cat(values), TokenIdPairs(torch.cat(ids).to(torch.int32), tokens))
 
-    def add_pairs(self, dlogits: Tensor, pairs: KeptPairs) -> None:
+    def add_pairs(self, dlogits: Tensor, pairs: TokenIdPairs) -> None:
         """Adds the contributions of pairs of a token and an id, dlogits (M,), to dweight and dbias. With float16, call
         it after all dense products."""
         scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
@@ -309,7 +309,7 @@ class LMHead:
             hidden = self.hidden_matrix
             if self.row_mask is not None:
                 hidden = torch.where(self.row_mask[:, None], hidden, 0.0)
-            self.dweight.add_kept(scaled, hidden, pairs)
+            self.dweight.add_pairs(scaled, hidden, pairs)
         if self.wants[2]:
             starts, order = pairs.by_id(len(self.weight))
             self.add_dbias(torch.segment_reduce(scaled[order], "sum", offsets=starts, unsafe=True))

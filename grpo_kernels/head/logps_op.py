@@ -30,9 +30,9 @@ from ..teacher import AnyTeacher, check_teacher_values, teacher_signature
 from .chunk_size import Selection, select_tokens
 from .gradients import refuse_double_backward
 from .k_ids import TopKLogps
-from .kept import make_token_mask
 from .lm_head import LMHead
 from .loop import TokenBatch
+from .mask_paths import make_token_mask
 from .products import pinned_matmul_precision
 from .shared import (
     hide_from_dispatch_modes,

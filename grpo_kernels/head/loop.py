@@ -1,7 +1,7 @@
 """The loop over chunks of tokens: what stands between the two halves of the head is a loss.
 
     for chunk in chunks:                       a loss of single tokens, or of whole sequences that fit a chunk: 6 NHV
-        chunk.forward()                        logits and statistics | one fused product | kept ids | given logits
+        chunk.forward()                        logits and statistics | one fused product | gathered ids | given logits
         chunk.backward(*loss(chunk.rows))      dlogits in place; dhidden = dlogits W, dweight += dlogits^T h
     all forward, the loss, then forward and backward of rows with a gradient                                 8 NHV
 
@@ -25,12 +25,12 @@ from ..kernels.torch.transform import transformed
 from ..objective.metrics import MASK_SUMS
 from .chunk_size import Selection, select_rows
 from .k_ids import TopKIds, TopKLogps
-from .kept import DenseMask, KeptLogits, split
 from .lm_head import GivenLogits, LMHead, SampledEntries
+from .mask_paths import DenseMask, GatheredLogits, split
 from .sparse import SparsePairs
-from .teacher import GivenTopK, KeptTeacher, PolicyTopK, TeacherHead, TeacherHeads, TopKHead
+from .teacher import GatheredTeacher, GivenTopK, PolicyTopK, TeacherHead, TeacherHeads, TopKHead
 
-Head = LMHead | GivenLogits | KeptLogits
+Head = LMHead | GivenLogits | GatheredLogits
 
 
 class Loss(Protocol):
@@ -56,8 +56,8 @@ class TokenBatch:
         heads = teacher.heads if isinstance(teacher, (TeacherHead, TopKHead)) else None
         self.several_teachers: TeacherHeads | None = None if heads is None or heads.teacher_of is None else heads
         self.mask: DenseMask | None = None
-        self.kept_batch: TokenBatch | None = None  # tokens that keep few ids, by products over those
-        self.kept_logits: KeptLogits | None = None
+        self.gathered_batch: TokenBatch | None = None  # tokens that keep few ids, by products over those
+        self.gathered_logits: GatheredLogits | None = None
         self.pairs: SparsePairs | None = None
         if sparse_backward is not None and isinstance(head, LMHead):  # which GivenLogits refuse
             self.pairs = SparsePairs(head, sparse_backward, stats.logp.dtype)
@@ -84,12 +84,12 @@ class TokenBatch:
         if paths.is_dense is not None:
             self.mask = DenseMask(mask, paths.is_dense, self.ids, dtype, head.vocab_slice)
         if paths.matrices:
-            logits = KeptLogits(mask, paths.matrices, self.sampled_ids, head, dtype)
-            self.kept_logits = logits
-            self.kept_batch = TokenBatch(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
+            logits = GatheredLogits(mask, paths.matrices, self.sampled_ids, head, dtype)
+            self.gathered_logits = logits
+            self.gathered_batch = TokenBatch(logits, self.sampled_ids, self.temperature, self.transform, self.stats)
             if isinstance(self.teacher, GivenTopK):
-                self.kept_batch.teacher = KeptTeacher(self.teacher, logits, self.temperature)
-            for chunk in self.kept_batch.chunks(None, Chunk):
+                self.gathered_batch.teacher = GatheredTeacher(self.teacher, logits, self.temperature)
+            for chunk in self.gathered_batch.chunks(None, Chunk):
                 chunk.forward()
         return paths.selection
 
@@ -166,23 +166,23 @@ class TokenBatch:
             has_gradient = (dlogp != 0) | (dentropy != 0)
             if self.teacher is not None:
                 has_gradient |= self.teacher.weight != 0
-            if self.kept_logits is not None:
-                has_gradient.index_fill_(0, self.kept_logits.index, False)
+            if self.gathered_logits is not None:
+                has_gradient.index_fill_(0, self.gathered_logits.index, False)
             index = has_gradient.nonzero().squeeze(1)
         for chunk in self.chunks(index, Chunk):
             chunk.recompute_logits()
             chunk.backward(dlogp, dentropy)
         self.flush_sparse()
-        self.backward_kept(dlogp, dentropy)
+        self.backward_gathered(dlogp, dentropy)
 
-    def backward_kept(self, dlogp: Tensor, dentropy: Tensor) -> None:
+    def backward_gathered(self, dlogp: Tensor, dentropy: Tensor) -> None:
         """Adds the gradients of tokens that keep few ids, whose logits are all in memory; call it after all dense
         products."""
-        if self.kept_batch is not None and self.kept_logits is not None:
-            for chunk in self.kept_batch.chunks(None, Chunk):
+        if self.gathered_batch is not None and self.gathered_logits is not None:
+            for chunk in self.gathered_batch.chunks(None, Chunk):
                 chunk.recompute_logits()
                 chunk.backward(dlogp, dentropy)
-            self.kept_logits.add_dweight()
+            self.gathered_logits.add_dweight()
 
     def flush_sparse(self) -> None:
         """Adds the sparse gradients that are left, and exact ones for tokens with too many pairs; call it after all
@@ -198,9 +198,9 @@ class TokenBatch:
     def mask_sums(self) -> Tensor:
         """Returns the numbers of metrics.MASK_SUMS."""
         sums = self.stats.logp.new_zeros(len(MASK_SUMS))
-        if self.kept_logits is not None:
-            sums[0] = self.kept_logits.num_tokens
-            torch.sum(self.kept_logits.added, 0, dtype=sums.dtype, out=sums[1])
+        if self.gathered_logits is not None:
+            sums[0] = self.gathered_logits.num_tokens
+            torch.sum(self.gathered_logits.added, 0, dtype=sums.dtype, out=sums[1])
         if self.mask is not None:
             dense_sums = self.mask.sums(self.stats)
             sums[0] += dense_sums[2]
@@ -291,7 +291,7 @@ class Chunk:
         batch, chunk, rows = self.batch, self.logit_chunk, self.rows
         head, weight = batch.head, None if self.teacher is None else self.teacher.weight
         dlogits = head.row_gradients(rows, chunk.logits)
-        if not isinstance(head, KeptLogits) and head.grad_dtype == torch.float16 and rows.count:
+        if not isinstance(head, GatheredLogits) and head.grad_dtype == torch.float16 and rows.count:
             largest = torch.maximum(rows.take(dlogp).abs(), rows.take(dentropy).abs())
             if weight is not None:
                 largest = torch.maximum(largest, rows.take(weight).abs())
@@ -387,5 +387,5 @@ def run(
         # The statistics of a single chunk are the last ones: the loss of all tokens is evaluated once.
         chunk.backward(*(loss(chunk.rows, chunk.sequences) if len(chunks) > 1 else loss.gradients()))
     batch.flush_sparse()
-    if batch.kept_batch is not None:
-        batch.backward_kept(*loss.gradients())
+    if batch.gathered_batch is not None:
+        batch.backward_gathered(*loss.gradients())

@@ -36,9 +36,9 @@ from ..objective.tokens import TokenInputs, Tokens, plan, rules_of
 from ..teacher import AnyTeacher, check_teacher_values, teacher_signature
 from .chunk_size import select_tokens
 from .gradients import PrecomputedGradients, compute_in_forward, held_dtype, refuse_double_backward, scaled_copy
-from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
 from .loop import TokenBatch, run
+from .mask_paths import make_token_mask
 from .products import pinned_matmul_precision
 from .shared import (
     hide_from_dispatch_modes,

@@ -1,7 +1,7 @@
 """Sparse gradients, config.sparse_backward: products over the few entries of d loss / d logits that are left.
 
 A row kernel writes the entries of a chunk as pairs of an id and a number (operations.SparseRule says which). Pairs are
-collected, and go through the products of kept ids, as those of tokens with a sampling mask do: all at the end, or
+collected, and go through the products over few ids, as those of tokens with a sampling mask do: all at the end, or
 before that in portions, where they would take more memory than a quarter of a chunk's logits. A token whose pairs would
 take longer there than its share of two dense products gets those, from its logits computed again: its gradient is
 exact. So is that of a token with a sampling mask, however many ids it keeps.
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.operations import KeptIds, KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenMask
-from ..kernels.torch.kept import padded
+from ..kernels.operations import GatheredIds, LogitChunk, Rows, SparseRows, SparseRule, TokenIdPairs, TokenMask
+from ..kernels.torch.gathered import padded
 from .chunk_size import reads_block_host
-from .kept import id_positions, max_gathered_ids, split
 from .lm_head import LMHead
+from .mask_paths import id_positions, max_gathered_ids, split
 
 _PAIR_BYTES = 48  # in the products: as it is, in matrices, and in the order of the ids
 
@@ -104,7 +104,7 @@ class SparsePairs:
         if head.wants[0]:
             self._add_dhidden(tokens, counts, ids, values)
         token_of = tokens.to(torch.int32).repeat_interleave(counts, output_size=len(ids))
-        head.add_pairs(values, KeptPairs(ids, token_of))
+        head.add_pairs(values, TokenIdPairs(ids, token_of))
 
     def _add_dhidden(self, tokens: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
         head = self.head
@@ -113,8 +113,8 @@ class SparsePairs:
         for rows, width in split(mask, all_tokens, all_tokens, len(head.weight)).matrices:
             first, count = rows.take(mask.firsts)[:, None], rows.take(counts)[:, None]
             (row_ids, is_used), (dlogits, _) = (padded(x, first, count, width) for x in (ids, values))
-            kept_ids = KeptIds(Rows(0, rows.count, rows.take(tokens)), torch.where(is_used, row_ids, -1))
-            head.backend.kept_dhidden(dlogits, head.weight, kept_ids, head.dhidden_to_write(every_row=False))
+            kept_ids = GatheredIds(Rows(0, rows.count, rows.take(tokens)), torch.where(is_used, row_ids, -1))
+            head.backend.gathered_dhidden(dlogits, head.weight, kept_ids, head.dhidden_to_write(every_row=False))
 
     def sums(self) -> Tensor:
         """Returns the numbers of SPARSE_SUMS; over ranks with slices of the vocabulary the sum of the pairs, and the

@@ -34,7 +34,7 @@ from ..checks.plain import check_not_released
 from ..config import as_constant
 from ..kernels.operations import (
     Backend,
-    KeptIds,
+    GatheredIds,
     LogitChunk,
     Rows,
     Statistics,
@@ -45,8 +45,8 @@ from ..kernels.torch.teacher import slopes, sums
 from ..loss_config import LossConfig
 from ..teacher import AnyTeacher, SeveralTeachers, Teacher, TopKTeacher, has_full_vocab, heads_of
 from .k_ids import TopKGradient, TopKIds, exact_z
-from .kept import KeptLogits, KeptMatrix
 from .lm_head import LMHead
+from .mask_paths import GatheredLogits, GatheredMatrix
 from .shared import refuse_capture
 from .vocab_parallel import VocabSlice
 
@@ -210,11 +210,11 @@ class TopKHead(TopKIds):
         p = outcomes[0].exp()
         dlogp_term = slopes(*outcomes, 0.0, self.transform)
         mean = dlogp_term.sum(1)
-        d_kept = dlogp_term - p * mean[:, None]
+        d_top_k = dlogp_term - p * mean[:, None]
         d_other, d_tail = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)
         if self.tail is not None:
-            d_kept, d_tail = d_kept[:, :-1], dlogp_term[:, -1]
-        return TopKGradient(torch.where(chunk.rows.take(self.used), d_kept, d_kept[:, :1]), d_other, d_tail)
+            d_top_k, d_tail = d_top_k[:, :-1], dlogp_term[:, -1]
+        return TopKGradient(torch.where(chunk.rows.take(self.used), d_top_k, d_top_k[:, :1]), d_other, d_tail)
 
 
 class GivenTopK(TopKHead):
@@ -263,9 +263,9 @@ class PolicyTopK(TopKHead):
         rows, head, ids = chunk.rows, self.heads.heads[number], self._likeliest(chunk)
         rows.put(self.ids, ids)
         local_ids = pad(self._local_ids(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
-        kept_ids = KeptIds(Rows(0, rows.count, self.heads.rows(rows).tokens(ids.device)), local_ids)
+        kept_ids = GatheredIds(Rows(0, rows.count, self.heads.rows(rows).tokens(ids.device)), local_ids)
         u = torch.empty(local_ids.shape, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=ids.device)
-        backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept_ids, u)
+        backend.gathered_logits(head.hidden_matrix, head.weight, head.folded_bias, kept_ids, u)
         u = u[:, : ids.shape[1]]
         if self.mass is not None:
             u = u.to(head.logits_dtype)  # as those under the normaliser were rounded
@@ -278,11 +278,11 @@ class PolicyTopK(TopKHead):
         super().after_statistics(chunk, backend)
 
 
-class KeptTeacher(TeacherHead):
+class GatheredTeacher(TeacherHead):
     """The log-probabilities of a TopKTeacher whose ids are the tokens' sampling mask, as logits next to the kept
     logits."""
 
-    def __init__(self, top_k: GivenTopK, head: KeptLogits, temperature: Tensor) -> None:
+    def __init__(self, top_k: GivenTopK, head: GatheredLogits, temperature: Tensor) -> None:
         self.transform, self.weight, self.divergence = top_k.transform, top_k.weight, top_k.divergence
         self.policy_kl, self.lse = torch.zeros_like(top_k.weight), torch.zeros_like(top_k.log_q[:, 0])
         self.vocab_slice, log_q = top_k.vocab_slice, top_k.log_q
@@ -297,7 +297,7 @@ class KeptTeacher(TeacherHead):
             matrix.teacher_logits[:, :width] = matrix.take(log_q)[:, :width]
 
     def beside(self, head: Any, rows: Rows, number: int) -> TeacherLogits:
-        assert isinstance(rows, KeptMatrix) and rows.teacher_logits is not None
+        assert isinstance(rows, GatheredMatrix) and rows.teacher_logits is not None
         per_token = self.weight, self.divergence, self.policy_kl, self.lse
         return TeacherLogits(rows.teacher_logits, None, self.transform, *per_token)
 

@@ -12,8 +12,8 @@ same bits on all of them. Row kernels take an id of -1 for one that is elsewhere
 one. dweight is the rank's own. dhidden is a sum over the vocabulary: its shares are all-reduced in float32, once per
 call.
 
-With a sampling mask (kept.py) these are over the kept ids in the slice, of which a token may have none: then lse_r is
--inf. lse_r over all ids is gathered too, once per call, for the metric of the kept mass.
+With a sampling mask (mask_paths.py) these are over the kept ids in the slice, of which a token may have none: then
+lse_r is -inf. lse_r over all ids is gathered too, once per call, for the metric of the kept mass.
 """
 
 from __future__ import annotations

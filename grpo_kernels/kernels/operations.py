@@ -200,8 +200,9 @@ class TokenMask(NamedTuple):
         return self.ends - self.counts
 
 
-class KeptIds(NamedTuple):
-    """Ids that truncated sampling kept for some tokens, the sampled ones among them."""
+class GatheredIds(NamedTuple):
+    """A few ids of each of some tokens, whose rows of the weight are gathered: those of a sampling mask with the
+    sampled one among them, a teacher's K ids, the entries of a sparse gradient."""
 
     rows: Rows  # the tokens, by an index
     ids: Tensor  # (C, K) int32, -1 in the entries that a token does not use, which come last; gradients there may be
@@ -211,7 +212,7 @@ class KeptIds(NamedTuple):
 class KeptRows(NamedTuple):
     """What `kept_ids` writes of some tokens."""
 
-    kept: KeptIds
+    gathered: GatheredIds
     token_of: Tensor  # (C, K) int32: the token of each entry
     # (N,) int64: the column of the token's sampled id in its row; -1 where the row does not have it, or where an id is
     # not in the vocabulary, which gives NaN.
@@ -219,8 +220,8 @@ class KeptRows(NamedTuple):
     added: Tensor  # (C,) bool: the sampled id was not among the kept ones
 
 
-class KeptPairs(NamedTuple):
-    """All pairs of a token and an id that was kept for it."""
+class TokenIdPairs(NamedTuple):
+    """All pairs of a token and one of its ids."""
 
     ids: Tensor  # (M,) int32, -1 where an entry is not used
     token_of: Tensor  # (M,) int32
@@ -284,11 +285,11 @@ class Backend:
     kept_ids(mask: TokenMask, sampled (N,), local_vocab: range, vocab_size: int, out: KeptRows): writes the kept ids of
         tokens, less than K each, that lie in `local_vocab`, a range of the whole vocabulary, as rows of the weight;
         behind them the sampled id, where it is missing. `mask`: of the whole vocabulary. No address depends on an id.
-    kept_logits(hidden (N, H), weight (V, H), bias (V,) | None, kept: KeptIds, logits (C, K)): logits of kept ids,
-        float32 or float64, -inf in entries that are not used.
-    kept_dhidden(dlogits (C, K), weight, kept: KeptIds, dhidden (N, H)): writes the tokens' rows of dhidden.
-    kept_dweight(dlogits (M,), hidden, pairs: KeptPairs, dweight (V, H), add=bool): dweight from all pairs: added, or
-        written, 0 for ids without a pair.
+    gathered_logits(hidden (N, H), weight (V, H), bias (V,) | None, gathered: GatheredIds, logits (C, K)): logits of
+        these ids, float32 or float64, -inf in entries that are not used.
+    gathered_dhidden(dlogits (C, K), weight, gathered: GatheredIds, dhidden (N, H)): writes the tokens' rows of dhidden.
+    gathered_dweight(dlogits (M,), hidden, pairs: TokenIdPairs, dweight (V, H), add=bool): dweight from all pairs:
+        added, or written, 0 for ids without a pair.
     objective(inputs: ObjectiveInputs, logp, entropy, dlogp (N,), rows: Rows | None): writes d loss / d logp of these
         rows' tokens; with rows=None of all tokens, and returns Sums in one row. See fused_objective.py; float32.
     scale_rows(x (C, H), dlogp (N,), scales: RowScales, head: HeadChunk, out, *, is_product: bool): writes x * (-dlogp *
@@ -304,9 +305,9 @@ class Backend:
     divergence: Callable[[LogitChunk], Tensor]
     sparse_gradient: Callable[..., None]
     kept_ids: Callable[..., None]
-    kept_logits: Callable[..., None]
-    kept_dhidden: Callable[..., None]
-    kept_dweight: Callable[..., None]
+    gathered_logits: Callable[..., None]
+    gathered_dhidden: Callable[..., None]
+    gathered_dweight: Callable[..., None]
     scale: Callable[[Tensor, Tensor], None]
     scale_rows: Callable[..., None]
     exponentials: Callable[..., RowScales] | None = None

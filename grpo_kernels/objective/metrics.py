@@ -16,8 +16,8 @@ from .sequences import segment_sums
 from .surrogates import SURROGATE_RULES
 from .tokens import TokenInputs, rules_of
 
-# Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (head/kept.py), for which
-# alone the mass is known.
+# Sums over scored tokens with a sampling mask. The last two: of those that took the dense path (head/mask_paths.py),
+# for which alone the mass is known.
 MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
 # With sparse_backward: pairs of a token and an id, tokens that took products instead, tokens with a gradient.
 SPARSE_SUMS = ("pairs", "dense", "tokens")

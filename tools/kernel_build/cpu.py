@@ -34,7 +34,7 @@ def add_kernels(module: HostModule) -> None:
     sets = {"baseline": ""} | (X86_FLAGS if target_machine() in ("x86_64", "amd64") else {})
     sources = ROOT / "csrc" / "cpu"
     module.add(sources / "dispatch.cpp", ["-DGK_HAVE_X86"] if len(sets) > 1 else ())
-    module.add(sources / "kept_ids.cpp")
+    module.add(sources / "allowed_ids.cpp")
     for name, flags in sets.items():
-        for source in ("rows", "sparse", "kept"):
+        for source in ("rows", "sparse", "gathered"):
             module.add(sources / f"{source}.cpp", [f"-DGK_ISA={name}", *flags.split()], name=f"{source}_{name}")

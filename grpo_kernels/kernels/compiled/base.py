@@ -12,7 +12,7 @@ from torch import Tensor
 from ..operations import LogitChunk
 
 PACKAGE = Path(__file__).parents[2]
-INTERFACE = 19  # csrc/layout.h has the same numbers
+INTERFACE = 20  # csrc/layout.h has the same numbers
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

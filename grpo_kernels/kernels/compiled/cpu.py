@@ -12,13 +12,13 @@ from torch import Tensor
 from ...names import DIVERGENCES
 from ..operations import (
     Backend,
-    KeptIds,
-    KeptPairs,
+    GatheredIds,
     KeptRows,
     LogitChunk,
     SparseRows,
     SparseRule,
     TeacherLogits,
+    TokenIdPairs,
     TokenMask,
     contiguous_rows,
 )
@@ -54,15 +54,19 @@ class CpuKernels:
             torch.get_num_threads(),
         )  # fmt: skip
 
-    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
-        self.module.kept_logits(*_kept(hidden, weight, bias, kept), logits, torch.get_num_threads())
+    def gathered_logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, gathered: GatheredIds, logits: Tensor
+    ) -> None:
+        self.module.gathered_logits(*_gathered(hidden, weight, bias, gathered), logits, torch.get_num_threads())
 
-    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
-        kept_args = _kept(None, weight, None, kept)
-        self.module.kept_dhidden(*kept_args, dlogits, *matrix(dhidden), False, torch.get_num_threads())
+    def gathered_dhidden(self, dlogits: Tensor, weight: Tensor, gathered: GatheredIds, dhidden: Tensor) -> None:
+        gathered_args = _gathered(None, weight, None, gathered)
+        self.module.gathered_dhidden(*gathered_args, dlogits, *matrix(dhidden), False, torch.get_num_threads())
 
-    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-        self.module.kept_dweight(
+    def gathered_dweight(
+        self, dlogits: Tensor, hidden: Tensor, pairs: TokenIdPairs, dweight: Tensor, *, add: bool
+    ) -> None:
+        self.module.gathered_dweight(
             *matrix(contiguous_rows(hidden)), *pairs, dlogits, dlogits.numel(), *dweight.shape, *matrix(dweight), add,
             torch.get_num_threads(),
         )  # fmt: skip
@@ -80,12 +84,12 @@ def _teacher(teacher: TeacherLogits) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _kept(hidden: Tensor | None, weight: Tensor, bias: Tensor | None, kept: KeptIds) -> tuple[object, ...]:
-    """Returns the fields of gk::KeptArgs."""
+def _gathered(hidden: Tensor | None, weight: Tensor, bias: Tensor | None, gathered: GatheredIds) -> tuple[object, ...]:
+    """Returns the fields of gk::GatheredArgs."""
     hidden, weight = None if hidden is None else contiguous_rows(hidden), contiguous_rows(weight)
     return (
-        hidden, 0 if hidden is None else hidden.stride(0), *matrix(weight), weight.shape[1], bias, kept.rows.start,
-        kept.rows.index, *kept.ids.shape, kept.ids,
+        hidden, 0 if hidden is None else hidden.stride(0), *matrix(weight), weight.shape[1], bias, gathered.rows.start,
+        gathered.rows.index, *gathered.ids.shape, gathered.ids,
     )  # fmt: skip
 
 
@@ -102,9 +106,9 @@ def load() -> tuple[Backend | None, str]:
         gradient=kernels.gradient,
         sparse_gradient=kernels.sparse_gradient,
         kept_ids=kernels.kept_ids,
-        kept_logits=kernels.kept_logits,
-        kept_dhidden=kernels.kept_dhidden,
-        kept_dweight=kernels.kept_dweight,
+        gathered_logits=kernels.gathered_logits,
+        gathered_dhidden=kernels.gathered_dhidden,
+        gathered_dweight=kernels.gathered_dweight,
     )
     return table, ""
 

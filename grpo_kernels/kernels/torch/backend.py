@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..operations import Backend
-from . import kept, rows
+from . import gathered, rows
 
 TORCH = Backend(
     name="torch",
@@ -11,10 +11,10 @@ TORCH = Backend(
     gradient=rows.gradient,
     divergence=rows.divergence,
     sparse_gradient=rows.sparse_gradient,
-    kept_ids=kept.kept_ids,
-    kept_logits=kept.kept_logits,
-    kept_dhidden=kept.kept_dhidden,
-    kept_dweight=kept.kept_dweight,
+    kept_ids=gathered.kept_ids,
+    gathered_logits=gathered.gathered_logits,
+    gathered_dhidden=gathered.gathered_dhidden,
+    gathered_dweight=gathered.gathered_dweight,
     scale=rows.scale,
     scale_rows=rows.scale_rows,
 )

@@ -8,7 +8,7 @@ objective.py        the loss of single tokens, its gradient by their log-probabi
 sparse.py           the gradient of rows of logits as few pairs of an id and a number
 matmul.py           tiles of a product in registers
 fused_products.py   hidden states to log-probabilities, or to exponentials, without logits
-kept.py             products over the ids that truncated sampling kept
+gathered.py         products over a few ids of each token, gathered rows of the weight
 scale.py            finished gradients times a number
 maths.py            functions that Triton lacks on one of its targets
 

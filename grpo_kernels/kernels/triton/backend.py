@@ -13,7 +13,7 @@ from torch import Tensor
 from ..launch import LAUNCHES, architecture, launch_of
 from ..operations import multiplies_by_tma
 from ..torch.backend import TORCH
-from . import exponentials, fused_products, kept, objective, rows, scale, sparse, teacher
+from . import exponentials, fused_products, gathered, objective, rows, scale, sparse, teacher
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -67,10 +67,10 @@ TRITON = replace(
     statistics=on_device(teacher.statistics),
     gradient=on_device(rows.gradient),
     sparse_gradient=on_device(sparse.sparse_gradient),
-    kept_ids=on_device(kept.kept_ids),
-    kept_logits=on_device(kept.kept_logits),
-    kept_dhidden=on_device(kept.kept_dhidden),
-    kept_dweight=on_device(kept.kept_dweight),
+    kept_ids=on_device(gathered.kept_ids),
+    gathered_logits=on_device(gathered.gathered_logits),
+    gathered_dhidden=on_device(gathered.gathered_dhidden),
+    gathered_dweight=on_device(gathered.gathered_dweight),
     scale=on_device(scale.scale),
     scale_rows=on_device(scale.scale_rows),
     exponentials=on_device(exponentials.exponentials),

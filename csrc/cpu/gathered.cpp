@@ -1,4 +1,4 @@
-// The three products of the loss over the ids that truncated sampling kept, K_t of them for token t:
+// The three products of the loss over a few ids of each token, K_t of token t:
 //
 //     sampled dense-dense product    logits_tj = h_t . W_j + b_j              j in K_t
 //     sparse-dense product           dhidden_t = sum_j dlogits_tj W_j         j in K_t
@@ -136,7 +136,7 @@ static void store_row(const float* sum, int64_t width, int32_t dtype, void* to, 
     with_type(dtype, [&](auto type) { store_row<decltype(type)>(sum, width, to, add); });
 }
 
-static char* row_of(const KeptTarget& target, int64_t row) {
+static char* row_of(const GatheredTarget& target, int64_t row) {
     return static_cast<char*>(target.data) + row * target.row_stride * element_size(target.dtype);
 }
 
@@ -152,7 +152,7 @@ static int64_t used(const int32_t* ids, int64_t slots) {
 }
 
 // Id k of row r, which has `count`; beyond them those of the next row.
-static int64_t id_at(const KeptArgs& args, int64_t r, int64_t k, int64_t count) {
+static int64_t id_at(const GatheredArgs& args, int64_t r, int64_t k, int64_t count) {
     const int32_t* ids = args.ids + r * args.slots;
     if (k < count) return ids[k];
     k += args.slots - count;
@@ -160,7 +160,7 @@ static int64_t id_at(const KeptArgs& args, int64_t r, int64_t k, int64_t count) 
 }
 
 template <class Type>
-static void logits_rows(const KeptArgs& args, float* logits, int64_t first, int64_t last) {
+static void logits_rows(const GatheredArgs& args, float* logits, int64_t first, int64_t last) {
     const Scratch h(args.width);
     const auto hidden = matrix<Type>(args.hidden, args.hidden_row_stride);
     const auto weight = matrix<Type>(args.weight, args.weight_row_stride);
@@ -184,7 +184,7 @@ static void logits_rows(const KeptArgs& args, float* logits, int64_t first, int6
 }
 
 template <class Type>
-static void dhidden_rows(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int64_t first,
+static void dhidden_rows(const GatheredArgs& args, const float* dlogits, const GatheredTarget& target, int64_t first,
                          int64_t last) {
     const Scratch sum(args.width);
     const auto weight = matrix<Type>(args.weight, args.weight_row_stride);
@@ -199,7 +199,7 @@ static void dhidden_rows(const KeptArgs& args, const float* dlogits, const KeptT
 }
 
 template <class Type>
-static void dweight_rows(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, int64_t first,
+static void dweight_rows(const TokenIdPairs& pairs, const PairsById& by_id, const GatheredTarget& target, int64_t first,
                          int64_t last) {
     const Scratch sum(pairs.width);
     const auto hidden = matrix<Type>(pairs.hidden, pairs.hidden_row_stride);
@@ -218,8 +218,8 @@ static void dweight_rows(const KeptPairs& pairs, const PairsById& by_id, const K
     }
 }
 
-KeptKernels kept_kernels(int32_t dtype) {
-    return with_type(dtype, [](auto type) -> KeptKernels {
+GatheredKernels gathered_kernels(int32_t dtype) {
+    return with_type(dtype, [](auto type) -> GatheredKernels {
         using Type = decltype(type);
         return {logits_rows<Type>, dhidden_rows<Type>, dweight_rows<Type>};
     });

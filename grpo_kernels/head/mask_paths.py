@@ -3,14 +3,14 @@
 A token that keeps K ids needs K logits, h . W_j for its kept ids j, and nothing else of the vocabulary: its
 log-probability, entropy and gradients are those of a row of K logits.
 
-    gather  products over the kept ids (the backends' kept_* operations): O(K H) per token. Tokens with similar counts
-            share a matrix; entries that a token does not use hold the logit -inf.
+    gather  products over the kept ids (the backends' gathered_* operations): O(K H) per token. Tokens with similar
+            counts share a matrix; entries that a token does not use hold the logit -inf.
     dense   the products over the whole vocabulary; logits of other ids become -inf before the row kernel reads them.
 
-DENSE_LOGITS_PER_KEPT_ID decides between them: it is the number of dense logits that take as long as one gathered id,
-forward and backward. Measured on a CPU (SmolLM2-135M's head, 2,048 tokens, float32 and bfloat16, 8 to 512 kept ids: 26
-to 36); predicted for GPUs: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4 ps per hidden dimension at 4.3 TB/s; a
-dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
+DENSE_LOGITS_PER_GATHERED_ID decides between them: it is the number of dense logits that take as long as one gathered
+id, forward and backward. Measured on a CPU (SmolLM2-135M's head, 2,048 tokens, float32 and bfloat16, 8 to 512 kept
+ids: 26 to 36); predicted for GPUs: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4 ps per hidden dimension at 4.3
+TB/s; a dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
 
 The host reads once per call which token takes which path, and how many tokens each path has (`split`).
 
@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from ..checks.arguments import check_kept_ids, checks_values
-from ..kernels.operations import KeptIds, KeptPairs, KeptRows, LogitChunk, Rows, Statistics, TokenMask
+from ..kernels.operations import GatheredIds, KeptRows, LogitChunk, Rows, Statistics, TokenIdPairs, TokenMask
 from .chunk_size import Selection
 from .lm_head import HeldLogits, LMHead
 from .vocab_parallel import VocabSlice
 
-DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}
+DENSE_LOGITS_PER_GATHERED_ID = {"cpu": 30, "cuda": 190}
 # Columns of the narrowest matrix, one of them for a sampled id that is missing, and the factor to the next width. On
 # a GPU an entry that is not used costs some 100 bytes where an id takes 6 H, and a matrix five launches.
 WIDTHS = {"cpu": (12, 2), "cuda": (64, 4)}
@@ -43,7 +43,7 @@ WIDTHS = {"cpu": (12, 2), "cuda": (64, 4)}
 
 def max_gathered_ids(vocab_size: int, device: torch.device) -> int:
     """Returns how many kept ids a token can have before the gather path takes longer than the dense path."""
-    return int(vocab_size // DENSE_LOGITS_PER_KEPT_ID.get(device.type, DENSE_LOGITS_PER_KEPT_ID["cuda"]))
+    return int(vocab_size // DENSE_LOGITS_PER_GATHERED_ID.get(device.type, DENSE_LOGITS_PER_GATHERED_ID["cuda"]))
 
 
 def make_token_mask(ids: Tensor | None, counts: Tensor | None, vocab_size: int, *, is_static: bool) -> TokenMask | None:
@@ -143,17 +143,17 @@ def empty_matrices(matrices: Sequence[tuple[Rows, int]], dtype: torch.dtype, dev
     return [block, *(part.view(shape) for part, shape in zip(block.split(sizes), shapes, strict=True))]
 
 
-class KeptMatrix(Rows):
+class GatheredMatrix(Rows):
     """The tokens of a matrix, with its ids and logits, and the logits of a teacher that has the same ids."""
 
     teacher_logits: Tensor | None = None
 
     def __init__(self, rows: Rows, ids: Tensor, logits: Tensor) -> None:
         super().__init__(rows.start, rows.stop, rows.index)
-        self.kept, self.logits = KeptIds(rows, ids), logits
+        self.gathered, self.logits = GatheredIds(rows, ids), logits
 
 
-class KeptLogits(HeldLogits):
+class GatheredLogits(HeldLogits):
     """The logits of kept ids, all computed at once. A matrix of them is a chunk; their gradients are added to those of
     `head`."""
 
@@ -171,15 +171,15 @@ class KeptLogits(HeldLogits):
         ids, *id_parts = empty_matrices(matrices, torch.int32, device)
         token_of, *token_parts = empty_matrices(matrices, torch.int32, device)
         self.numbers, *logit_parts = empty_matrices(matrices, dtype, device)
-        self.pairs = KeptPairs(ids, token_of)
+        self.pairs = TokenIdPairs(ids, token_of)
         added_parts = self.added.split([rows.count for rows, _ in matrices])
-        self.matrices: list[KeptMatrix] = []
+        self.matrices: list[GatheredMatrix] = []
         parts = zip(id_parts, token_parts, added_parts, logit_parts, strict=True)
         for (rows, _), (matrix_ids, tokens, added, logits) in zip(matrices, parts, strict=True):
-            matrix = KeptMatrix(rows, matrix_ids, logits)
-            kept_rows = KeptRows(matrix.kept, tokens, self._local_ids, added)
+            matrix = GatheredMatrix(rows, matrix_ids, logits)
+            kept_rows = KeptRows(matrix.gathered, tokens, self._local_ids, added)
             self.backend.kept_ids(mask, sampled, local_vocab, head.vocab_size, kept_rows)
-            self.backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, matrix.kept, logits)
+            self.backend.gathered_logits(head.hidden_matrix, head.weight, head.folded_bias, matrix.gathered, logits)
             self.matrices.append(matrix)
 
     @property
@@ -198,15 +198,15 @@ class KeptLogits(HeldLogits):
         return self.matrices
 
     def logits(self, rows: Rows) -> Tensor:
-        assert isinstance(rows, KeptMatrix)
+        assert isinstance(rows, GatheredMatrix)
         return rows.logits
 
     def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
         """Writes dhidden of a matrix; `add_dweight` adds dweight and dbias of all."""
         if self.head.wants[0]:
-            assert isinstance(rows, KeptMatrix)
+            assert isinstance(rows, GatheredMatrix)
             dhidden = self.head.dhidden_to_write(every_row=self.num_tokens == self.head.num_tokens)
-            self.backend.kept_dhidden(dlogits, self.head.weight, rows.kept, dhidden)
+            self.backend.gathered_dhidden(dlogits, self.head.weight, rows.gathered, dhidden)
 
     def add_dweight(self) -> None:
         """Adds dweight and dbias of all tokens, once, after the dense products."""

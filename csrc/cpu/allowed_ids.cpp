@@ -38,9 +38,10 @@ void keep_ids(const KeptRowArgs& args, int64_t row) {
 }  // namespace
 
 void kept_ids(const KeptRowArgs& args, int threads) {
-    parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads, [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; row++) keep_ids(args, row);
-    });
+    parallel_for(args.rows, gathered_grain(args.rows, args.rows * args.slots), threads,
+                 [&](int64_t first, int64_t last) {
+                     for (int64_t row = first; row < last; row++) keep_ids(args, row);
+                 });
 }
 
 }  // namespace gk

@@ -1,4 +1,5 @@
-"""The three products over kept ids, in torch: gathers of rows of the weight, batched products, sums over segments.
+"""The three products over a few ids of each token, in torch: gathers of rows of the weight,
+batched products, sums over segments.
 
     sampled dense-dense product    logits_tj = h_t . W_j + b_j              j in K_t
     sparse-dense product           dhidden_t = sum_j dlogits_tj W_j         j in K_t
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..operations import KeptIds, KeptPairs, KeptRows, TokenMask
+from ..operations import GatheredIds, KeptRows, TokenIdPairs, TokenMask
 
 BLOCK_ELEMENTS = 2**24
 
@@ -49,29 +50,29 @@ def padded(x: Tensor, first: Tensor, count: Tensor, width: int) -> tuple[Tensor,
     return x[(first + position).clamp_(0, len(x) - 1)], position < count
 
 
-def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+def gathered_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, gathered: GatheredIds, logits: Tensor) -> None:
     """Writes logits (C, K), float32 or better, from hidden (N, H), weight (V, H) and bias (V,); -inf where an entry is
     not used."""
-    for block in _blocks(kept.ids.shape[0], kept.ids.shape[1] * hidden.shape[1]):
-        ids = kept.ids[block]
+    for block in _blocks(gathered.ids.shape[0], gathered.ids.shape[1] * hidden.shape[1]):
+        ids = gathered.ids[block]
         used = ids.clamp(min=0)
-        rows = hidden[_tokens(kept)[block]].to(logits.dtype)
+        rows = hidden[_tokens(gathered)[block]].to(logits.dtype)
         block_logits = torch.bmm(weight[used].to(logits.dtype), rows[:, :, None]).squeeze(2)
         if bias is not None:
             block_logits += bias[used]
         logits[block] = block_logits.masked_fill_(ids < 0, -torch.inf)
 
 
-def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+def gathered_dhidden(dlogits: Tensor, weight: Tensor, gathered: GatheredIds, dhidden: Tensor) -> None:
     """Writes the tokens' rows of dhidden (N, H)."""
-    for block in _blocks(kept.ids.shape[0], kept.ids.shape[1] * weight.shape[1]):
-        ids = kept.ids[block]
+    for block in _blocks(gathered.ids.shape[0], gathered.ids.shape[1] * weight.shape[1]):
+        ids = gathered.ids[block]
         factors, rows = dlogits[block].masked_fill(ids < 0, 0.0), weight[ids.clamp(min=0)].to(dlogits.dtype)
-        dhidden[_tokens(kept)[block]] = torch.bmm(factors[:, None], rows).squeeze(1).to(dhidden.dtype)
+        dhidden[_tokens(gathered)[block]] = torch.bmm(factors[:, None], rows).squeeze(1).to(dhidden.dtype)
 
 
-def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-    """Adds to dweight (V, H), or writes it, 0 where no token kept an id. dlogits (M,) of all pairs.
+def gathered_dweight(dlogits: Tensor, hidden: Tensor, pairs: TokenIdPairs, dweight: Tensor, *, add: bool) -> None:
+    """Adds to dweight (V, H), or writes it, 0 for ids that no token has. dlogits (M,) of all pairs.
 
     No number is read on the host, so that a CUDA graph can record it: a block has as many segments as pairs, and
     entries beyond its last segment repeat that one. An id whose pairs are in two blocks is written again, with the sum
@@ -100,9 +101,9 @@ def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Ten
         dweight[segment_ids[source].clamp(min=0)] = (before + sums)[source].to(dweight.dtype)
 
 
-def _tokens(kept: KeptIds) -> Tensor:
-    assert kept.rows.index is not None
-    return kept.rows.index
+def _tokens(gathered: GatheredIds) -> Tensor:
+    assert gathered.rows.index is not None
+    return gathered.rows.index
 
 
 def _blocks(count: int, elements: int) -> Iterator[slice]:

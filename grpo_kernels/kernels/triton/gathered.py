@@ -1,4 +1,4 @@
-"""The three products over the ids that truncated sampling kept, K_t of them for token t.
+"""The three products over a few ids of each token, K_t of token t: those of its sampling mask, for example.
 
     sampled dense-dense product    logits_tj = h_t . W_j + b_j              j in K_t
     sparse-dense product           dhidden_t = sum_j dlogits_tj W_j         j in K_t
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operations import KeptIds, KeptPairs, KeptRows, TokenMask, contiguous_rows
+from ..operations import GatheredIds, KeptRows, TokenIdPairs, TokenMask, contiguous_rows
 
 # Of a tile in which rows of W are read: whole lines, 16 in flight per program.
 SLOTS: tl.constexpr = tl.constexpr(16)
@@ -174,26 +174,26 @@ def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: i
     )  # fmt: skip
 
 
-def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+def gathered_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, gathered: GatheredIds, logits: Tensor) -> None:
     """Writes logits (C, K) float32; -inf where an entry is not used."""
-    count, slots = kept.ids.shape
+    count, slots = gathered.ids.shape
     logits_kernel[(count * triton.cdiv(slots, SLOTS.value),)](
-        Matrix.of(contiguous_rows(hidden)), Matrix.of(contiguous_rows(weight)), bias, kept.rows.index, kept.ids, logits,
-        slots, hidden.shape[1], num_warps=4,
+        Matrix.of(contiguous_rows(hidden)), Matrix.of(contiguous_rows(weight)), bias, gathered.rows.index, gathered.ids,
+        logits, slots, hidden.shape[1], num_warps=4,
     )  # fmt: skip
 
 
-def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+def gathered_dhidden(dlogits: Tensor, weight: Tensor, gathered: GatheredIds, dhidden: Tensor) -> None:
     """Writes the tokens' rows of dhidden (N, H), from dlogits (C, K) float32."""
-    count, slots = kept.ids.shape
+    count, slots = gathered.ids.shape
     dhidden_kernel[(count, triton.cdiv(weight.shape[1], SUM_WIDTH.value))](
-        dlogits, Matrix.of(contiguous_rows(weight)), kept.rows.index, kept.ids, Matrix.of(dhidden), slots,
+        dlogits, Matrix.of(contiguous_rows(weight)), gathered.rows.index, gathered.ids, Matrix.of(dhidden), slots,
         weight.shape[1], num_warps=4,
     )  # fmt: skip
 
 
-def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-    """Adds to dweight (V, H), or writes it, 0 where no token kept an id."""
+def gathered_dweight(dlogits: Tensor, hidden: Tensor, pairs: TokenIdPairs, dweight: Tensor, *, add: bool) -> None:
+    """Adds to dweight (V, H), or writes it, 0 for ids that no token has."""
     starts, order = pairs.by_id(dweight.shape[0])
     # In the order of the ids, so that a program waits for one read less before those of h.
     factors, tokens = dlogits[order], pairs.token_of[order]

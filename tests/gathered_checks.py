@@ -1,4 +1,4 @@
-"""What kernels of kept ids must do, against float64: rows of ids from a sampling mask, and three products over them."""
+"""What kernels over a few ids per token must do, against float64: rows of ids from a mask, three products over them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from kernel_checks import UNIT, Kernels, placed
 from torch import Tensor
 
-from grpo_kernels.kernels.operations import KeptIds, KeptPairs, KeptRows, Rows, TokenMask
+from grpo_kernels.kernels.operations import GatheredIds, KeptRows, Rows, TokenIdPairs, TokenMask
 
 # Columns beyond a vector, a tile of Triton's (128, 512), and a block of CUDA's (1,024 in float32, 2,048 in 16 bits).
-KEPT_WIDTHS = (1, 7, 131, 515, 1031, 2053)
-KEPT_COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 31, 32)  # ids of a row: groups of 4, tiles of 16, with and without a rest
+GATHERED_WIDTHS = (1, 7, 131, 515, 1031, 2053)
+GATHERED_COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 31, 32)  # ids of a row: groups of 4, tiles of 16, with and without a rest
 
 
-def make_kept(tokens: int, vocab: int, seed: int = 0) -> KeptIds:
+def make_gathered(tokens: int, vocab: int, seed: int = 0) -> GatheredIds:
     """Rows of tokens in no order. Most keep id 0 and the last id, none id 7."""
     rng = random.Random(seed)
     others = [i for i in range(1, vocab - 1) if i != 7]
-    rows = [[0, *sorted(rng.sample(others, n - 2)), vocab - 1] if n > 1 else [0] * n for n in KEPT_COUNTS * 2]
-    ids = torch.tensor([row + [-1] * (max(KEPT_COUNTS) - len(row)) for row in rows], dtype=torch.int32)
-    return KeptIds(Rows(0, len(rows), torch.tensor(rng.sample(range(tokens), len(rows)))), ids)
+    rows = [[0, *sorted(rng.sample(others, n - 2)), vocab - 1] if n > 1 else [0] * n for n in GATHERED_COUNTS * 2]
+    ids = torch.tensor([row + [-1] * (max(GATHERED_COUNTS) - len(row)) for row in rows], dtype=torch.int32)
+    return GatheredIds(Rows(0, len(rows), torch.tensor(rng.sample(range(tokens), len(rows)))), ids)
 
 
 def check_kept_ids(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -38,7 +38,9 @@ def check_kept_ids(kernels: Kernels, dtype: torch.dtype) -> None:
     for own in (range(vocab), range(100), range(100, 220), range(220, vocab)):
         ids = torch.full((len(index), 132), 7, dtype=torch.int32)
         token_of, columns = ids.clone(), torch.full((tokens,), 7)
-        found = KeptRows(KeptIds(Rows(0, len(index), torch.tensor(index)), ids), token_of, columns, torch.ones(22) > 2)
+        found = KeptRows(
+            GatheredIds(Rows(0, len(index), torch.tensor(index)), ids), token_of, columns, torch.ones(22) > 2
+        )
         kernels.kept_ids(mask, torch.tensor(sampled), own, vocab, found)
         assert columns[0] == 7 and (token_of == torch.tensor(index)[:, None]).all()
         for i, token in enumerate(index):
@@ -53,7 +55,7 @@ def check_kept_ids(kernels: Kernels, dtype: torch.dtype) -> None:
             assert column == (here.index(sampled[token]) if sampled[token] in own else -1)
 
 
-def check_kept(kernels: Kernels, width: int, dtype: torch.dtype, *, wide: bool, shift: int = 0) -> None:
+def check_gathered(kernels: Kernels, width: int, dtype: torch.dtype, *, wide: bool, shift: int = 0) -> None:
     """The three products, gradients in float32 (`wide`) or in `dtype`; each twice, to the same bits."""
     tokens, vocab, out = 23, 37, torch.float32 if wide else dtype
     g = torch.Generator().manual_seed(width)
@@ -62,22 +64,22 @@ def check_kept(kernels: Kernels, width: int, dtype: torch.dtype, *, wide: bool, 
         return placed(torch.randn(rows, width, generator=g), width + 3, shift, dtype)
 
     hidden, weight, bias = matrix(tokens, dtype)[0], matrix(vocab, dtype)[0], torch.randn(vocab, generator=g)
-    kept = make_kept(tokens, vocab, seed=width)
-    (count, slots), index, used = kept.ids.shape, kept.rows.index, kept.ids >= 0
-    rows = kept.ids.clamp(min=0).long()
+    gathered = make_gathered(tokens, vocab, seed=width)
+    (count, slots), index, used = gathered.ids.shape, gathered.rows.index, gathered.ids >= 0
+    rows = gathered.ids.clamp(min=0).long()
     h, w = hidden.double()[index], weight.double()[rows]
 
     for given in (bias, None):
         found = torch.full((2, count, slots), 7.5)
         for logits in found:
-            kernels.kept_logits(hidden, weight, given, kept, logits)
+            kernels.gathered_logits(hidden, weight, given, gathered, logits)
         expected = torch.einsum("ch,ckh->ck", h, w) + (0.0 if given is None else given.double()[rows])
         check_product(found, expected.masked_fill(~used, -math.inf), width)
 
     factors = torch.randn(count, slots, generator=g)
     dlogits = torch.where(used, factors, math.nan)  # what unused places hold is not read
     factors = torch.where(used, factors, 0.0).double()
-    pairs = KeptPairs(kept.ids.view(-1), index.to(torch.int32).repeat_interleave(slots))
+    pairs = TokenIdPairs(gathered.ids.view(-1), index.to(torch.int32).repeat_interleave(slots))
     shares = (factors[..., None] * h[:, None]).view(-1, width)
     for kind in ("dhidden", "dweight", "dweight, added"):
         found, buffers = zip(*[matrix(tokens if kind == "dhidden" else vocab, out) for _ in range(2)], strict=True)
@@ -90,9 +92,9 @@ def check_kept(kernels: Kernels, width: int, dtype: torch.dtype, *, wide: bool, 
             expected = (expected if "added" in kind else 0 * expected).index_add(0, rows.view(-1), shares)
         for x in found:
             if kind == "dhidden":
-                kernels.kept_dhidden(dlogits, weight, kept, x)
+                kernels.gathered_dhidden(dlogits, weight, gathered, x)
             else:
-                kernels.kept_dweight(dlogits.view(-1), hidden, pairs, x, add="added" in kind)
+                kernels.gathered_dweight(dlogits.view(-1), hidden, pairs, x, add="added" in kind)
         check_product(torch.stack(found), expected, count)
         found[0].copy_(before[0])
         assert torch.equal(buffers[0], before[1])  # what lies around and between the rows
