@@ -148,8 +148,8 @@ def check_loss_inputs(
         completion_mask=mask,
         cu_seqlens=cu_seqlens,
         group_index=None if groups is None else groups.index,
-        kept_ids=None if sampling_mask is None else sampling_mask.ids,
-        kept_counts=None if sampling_mask is None else sampling_mask.counts,
+        allowed_ids=None if sampling_mask is None else sampling_mask.ids,
+        allowed_counts=None if sampling_mask is None else sampling_mask.counts,
         **values,
     )
     values["advantages"] = advantages

@@ -168,7 +168,7 @@ def _run(
     index = torch.arange(ids.numel(), device=device) if mask is None else mask.nonzero().squeeze(1)
     loss = _UserLoss(call, stats, index, sequence, len(span))
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
-    if scores.tokens.kept_ids is None:
+    if scores.tokens.allowed_ids is None:
         selection = Selection(index, None, index, lengths)
     has_entropy = scores.want_entropy
     run(tokens, loss, selection, gradients=any(wants), has_entropy=has_entropy, every_row=False)
@@ -184,7 +184,7 @@ class _UserLoss:
         self.num_sequences = count
         self.call, self.stats, self.index, self.sequence = call, stats, index, sequence
         self.needs_sequences = call.level == "sequence"
-        self.needs_batch = call.scores.tokens.kept_ids is not None  # its chunks are not in the order of the tokens
+        self.needs_batch = call.scores.tokens.allowed_ids is not None  # its chunks are not in the order of the tokens
         self.total = torch.zeros((), dtype=stats.logp.dtype, device=index.device)
         self._gradients = torch.zeros((2, len(sequence)), dtype=stats.logp.dtype, device=index.device)
 

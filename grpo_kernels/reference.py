@@ -120,8 +120,8 @@ def reference_logps(
     sampling_mask: SamplingMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `ids` and entropy of softmax(z), z = softcap(scale * logits) / temperature, over kept ids."""
-    kept = None if sampling_mask is None else kept_ids(sampling_mask, ids, logits.shape[-1])
-    log_p = _log_softmax(logits, temperature, logit_scale, logit_softcap, kept)
+    allowed = None if sampling_mask is None else allowed_ids(sampling_mask, ids, logits.shape[-1])
+    log_p = _log_softmax(logits, temperature, logit_scale, logit_softcap, allowed)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
     return log_p.gather(-1, ids[..., None]).squeeze(-1), entropy
 
@@ -131,14 +131,14 @@ def _log_softmax(
     temperature: float | Tensor,
     logit_scale: float,
     logit_softcap: float | None,
-    kept: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     z = logits * logit_scale
     if logit_softcap is not None:
         # A logit of -inf, an id that is excluded, stays one.
         z = torch.where(z == -math.inf, z, logit_softcap * torch.tanh(z / logit_softcap))
     z = z / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
-    return (z if kept is None else z.masked_fill(~kept, -math.inf)).log_softmax(-1)
+    return (z if allowed is None else z.masked_fill(~allowed, -math.inf)).log_softmax(-1)
 
 
 def divergence(cfg: GRPOConfig, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def top_k_divergence(cfg: GRPOConfig, log_p: Tensor, ids: Tensor, logps: Tensor,
     return divergence(cfg, log_p, log_q)
 
 
-def kept_ids(sampling_mask: SamplingMask, ids: Tensor, vocab_size: int) -> Tensor:
+def allowed_ids(sampling_mask: SamplingMask, ids: Tensor, vocab_size: int) -> Tensor:
     """bool (..., V): what truncated sampling kept, the sampled ids always among it (DeepSeek-V3.2, arXiv:2512.02556,
     section 3.1). A token with count 0 keeps the whole vocabulary."""
     if sampling_mask.counts.shape != ids.shape:
@@ -187,10 +187,10 @@ def kept_ids(sampling_mask: SamplingMask, ids: Tensor, vocab_size: int) -> Tenso
         raise ValueError(f"sampling_mask holds id {int(sampling_mask.ids.max())}; expected ids < {vocab_size}")
     counts = sampling_mask.counts.reshape(-1).long()
     token = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
-    kept = torch.zeros(counts.numel(), vocab_size, dtype=torch.bool, device=counts.device)
-    kept[token, sampling_mask.ids.long()] = True
-    kept.scatter_(1, ids.reshape(-1, 1), True)
-    return (kept | (counts == 0)[:, None]).view(*ids.shape, vocab_size)
+    allowed = torch.zeros(counts.numel(), vocab_size, dtype=torch.bool, device=counts.device)
+    allowed[token, sampling_mask.ids.long()] = True
+    allowed.scatter_(1, ids.reshape(-1, 1), True)
+    return (allowed | (counts == 0)[:, None]).view(*ids.shape, vocab_size)
 
 
 def reference_loss_from_logps(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .argument import to_builtin
-from .checks.arguments import Sizes, check_by_table, check_kept_ids
+from .checks.arguments import Sizes, check_allowed_ids, check_by_table
 from .checks.plain import check_kind, check_plain
 
 
@@ -41,7 +41,7 @@ class SamplingMask:
         for name in ("counts", "ids", "mass", "added"):
             if (x := getattr(self, name)) is not None or name in ("counts", "ids"):
                 check_by_table(f"SamplingMask.{name}", x, sizes, self.counts)
-        check_kept_ids(self.ids, self.counts)
+        check_allowed_ids(self.ids, self.counts)
 
     @classmethod
     def from_lists(

@@ -11,7 +11,7 @@ void take(Arguments& given, gk::TeacherArgs& a) {
 void take(Arguments& given, gk::SparseRows& a) {
     given.read(a.ids, a.values, a.counts, a.capacity, a.theta, a.first_id);
 }
-void take(Arguments& given, gk::KeptRowArgs& a) {
+void take(Arguments& given, gk::AllowedIdArgs& a) {
     given.read(a.mask_ids, a.wide, a.mask_count, a.ends, a.sampled, a.own_first, a.own_count, a.vocab, a.token_of,
                a.rows, a.slots, a.ids, a.pair_tokens, a.columns, a.added);
 }
@@ -32,7 +32,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("stats", Bound<gk::stats>::call);
     m.def("gradient", Bound<gk::gradient>::call);
     m.def("sparse_gradient", Bound<gk::sparse_gradient>::call);
-    m.def("kept_ids", Bound<gk::kept_ids>::call);
+    m.def("allowed_ids", Bound<gk::allowed_ids>::call);
     m.def("gathered_logits", Bound<gk::gathered_logits>::call);
     m.def("gathered_dhidden", Bound<gk::gathered_dhidden>::call);
     m.def("gathered_dweight", Bound<gk::gathered_dweight>::call);

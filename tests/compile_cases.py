@@ -15,9 +15,9 @@ from torch import Tensor
 
 from grpo_kernels.config import GRPOConfig
 from grpo_kernels.kernels.operations import (
+    AllowedIdRows,
     GatheredIds,
     HeadChunk,
-    KeptRows,
     LogitChunk,
     PolicyTransform,
     Rows,
@@ -169,11 +169,11 @@ def gathered(
     chosen = GatheredIds(Rows(0, rows, index), torch.zeros(rows, 64, dtype=torch.int32))
     numbers, flat = torch.empty(rows, 64), torch.zeros(rows * 64, dtype=torch.int32)
     mask = TokenMask(vector(9 * rows, torch.int32), tokens, tokens)
-    found = KeptRows(chosen, flat.view(rows, 64), tokens, torch.empty(rows + 1, dtype=torch.bool)[1:])
+    found = AllowedIdRows(chosen, flat.view(rows, 64), tokens, torch.empty(rows + 1, dtype=torch.bool)[1:])
     wide = gradient or dtype
     pairs, target = TokenIdPairs(flat, flat), torch.empty(128, width, dtype=wide)
     return [
-        BACKEND.kept_ids(mask, vector(2 * rows, INDEX), range(128), 128, found),
+        BACKEND.allowed_ids(mask, vector(2 * rows, INDEX), range(128), 128, found),
         BACKEND.gathered_logits(hidden, weight, torch.empty(128) if bias else None, chosen, numbers),
         BACKEND.gathered_dhidden(numbers, weight, chosen, torch.empty(2 * rows, width, dtype=wide)),
         BACKEND.gathered_dweight(numbers.view(-1), hidden, pairs, target, add=add),

@@ -9,7 +9,7 @@ import torch
 from kernel_checks import UNIT, Kernels, placed
 from torch import Tensor
 
-from grpo_kernels.kernels.operations import GatheredIds, KeptRows, Rows, TokenIdPairs, TokenMask
+from grpo_kernels.kernels.operations import AllowedIdRows, GatheredIds, Rows, TokenIdPairs, TokenMask
 
 # Columns beyond a vector, a tile of Triton's (128, 512), and a block of CUDA's (1,024 in float32, 2,048 in 16 bits).
 GATHERED_WIDTHS = (1, 7, 131, 515, 1031, 2053)
@@ -25,7 +25,7 @@ def make_gathered(tokens: int, vocab: int, seed: int = 0) -> GatheredIds:
     return GatheredIds(Rows(0, len(rows), torch.tensor(rng.sample(range(tokens), len(rows)))), ids)
 
 
-def check_kept_ids(kernels: Kernels, dtype: torch.dtype) -> None:
+def check_allowed_ids(kernels: Kernels, dtype: torch.dtype) -> None:
     """The rows of ids of a whole vocabulary, and of slices of it, from a mask with ids that no vocabulary has."""
     tokens, vocab = 23, 300
     rng = random.Random(0)
@@ -38,10 +38,10 @@ def check_kept_ids(kernels: Kernels, dtype: torch.dtype) -> None:
     for own in (range(vocab), range(100), range(100, 220), range(220, vocab)):
         ids = torch.full((len(index), 132), 7, dtype=torch.int32)
         token_of, columns = ids.clone(), torch.full((tokens,), 7)
-        found = KeptRows(
+        found = AllowedIdRows(
             GatheredIds(Rows(0, len(index), torch.tensor(index)), ids), token_of, columns, torch.ones(22) > 2
         )
-        kernels.kept_ids(mask, torch.tensor(sampled), own, vocab, found)
+        kernels.allowed_ids(mask, torch.tensor(sampled), own, vocab, found)
         assert columns[0] == 7 and (token_of == torch.tensor(index)[:, None]).all()
         for i, token in enumerate(index):
             row, column, added = ids[i].tolist(), int(columns[token]), bool(found.added[i])

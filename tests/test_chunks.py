@@ -336,14 +336,14 @@ def test_after_inference_mode_and_from_several_threads():
     assert len(found) == 20 and all(torch.equal(x, expected) for x in found)
 
 
-@pytest.mark.parametrize("kept_ids", [0, 3])
-def test_gradients_are_ordinary_tensors(kept_ids):
+@pytest.mark.parametrize("allowed_ids", [0, 3])
+def test_gradients_are_ordinary_tensors(allowed_ids):
     """However large: their storage can be resized, as FSDP does, and the scratch of the next call is not theirs."""
     vocab, width = 2**18, 32
     hidden, weight = torch.randn(2, 3, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
     ids, advantages = torch.randint(vocab, (2, 3)), torch.tensor([1.0, -1.0])
     options = {}
-    if kept_ids:
+    if allowed_ids:
         options["sampling_mask"] = gk.SamplingMask.from_lists([[{int(i), 1, 2} for i in row] for row in ids])
     gk.fused_grpo_loss(hidden, weight, ids, advantages, **options).loss.backward()
     assert weight.grad.data_ptr() not in {block.data_ptr() for block in chunk_size._last_on_cpu}

@@ -39,7 +39,7 @@ class LaunchRecorder(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch):
     """As on a GPU, which is not asked for what may be wrong in the data, and without the mode seen by the package."""
-    for name in ("head.loss_op.check_values", "inputs.check_token_values", "head.mask_paths.check_kept_ids"):
+    for name in ("head.loss_op.check_values", "inputs.check_token_values", "head.mask_paths.check_allowed_ids"):
         monkeypatch.setattr(f"grpo_kernels.{name}", lambda *given: None)
     monkeypatch.setattr(chunk_size, "reads_block_host", lambda device: True)
     monkeypatch.setattr(loss_op, "uses_custom_op", lambda hidden, *given: False)
@@ -106,7 +106,7 @@ def test_metrics_of_a_sampling_engine(launches):
     assert max(most) <= 150, metrics
 
 
-def test_kept_ids(launches, monkeypatch):
+def test_allowed_ids(launches, monkeypatch):
     """Tokens with a sampling mask: one read, and few operations for each matrix of kept ids."""
     use_mask_path(monkeypatch, "gathers", 90)
     batch, found = off_policy(make_batch(3, sequences=2, length=4, vocab=90)), []

@@ -27,7 +27,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     tokens = list(
         token_inputs(
             batch.ids, statistics_dtype(dtype), advantages=batch.advantages, completion_mask=mask, old_logps=old,
-            ref_logps=old - 0.1, group_index=index, kept_ids=kept[0], kept_counts=kept[1],
+            ref_logps=old - 0.1, group_index=index, allowed_ids=kept[0], allowed_counts=kept[1],
         )[0]
     )  # fmt: skip
     key, sparse = (gk.GRPOConfig(beta=0.1, sparse_backward=theta).key for theta in (None, 2**-6))

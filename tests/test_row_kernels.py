@@ -293,7 +293,7 @@ def test_scale_rows(kernels, dtypes, is_product):
 
 @without_cuda
 @pytest.mark.parametrize("dtype", c.DTYPES)
-def test_kept_ids(kernels, dtype):
+def test_allowed_ids(kernels, dtype):
     """On a CPU with both types of gradients at every width."""
     turn = 2 * c.DTYPES.index(dtype)
     for _, width in in_turn(kernels, gathered_checks.GATHERED_WIDTHS, turn, triton=6):
@@ -303,8 +303,8 @@ def test_kept_ids(kernels, dtype):
 
 @without_cuda
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_rows_of_kept_ids(kernels, dtype):
-    gathered_checks.check_kept_ids(kernels, dtype)
+def test_rows_of_allowed_ids(kernels, dtype):
+    gathered_checks.check_allowed_ids(kernels, dtype)
 
 
 @of_cpu
@@ -331,11 +331,11 @@ def test_a_dweight_that_is_written_has_the_bits_of_one_added_to_zeros(kernels, d
 
 
 @pytest.mark.parametrize("dtype", c.DTYPES)
-def test_kept_ids_in_torch(monkeypatch, dtype):
+def test_allowed_ids_in_torch(monkeypatch, dtype):
     """In pieces of less than a row, and all at once."""
     from grpo_kernels.kernels.torch import gathered
 
-    gathered_checks.check_kept_ids(get_backend("torch"), torch.int32)
+    gathered_checks.check_allowed_ids(get_backend("torch"), torch.int32)
 
     for piece, wide in ((64, False), (2**24, True)):
         monkeypatch.setattr(gathered, "BLOCK_ELEMENTS", piece)

@@ -40,7 +40,7 @@ from grpo_kernels import SamplingMask
 from grpo_kernels.checks import arguments as validate
 from grpo_kernels.head import mask_paths
 from grpo_kernels.kernels import get_backend
-from grpo_kernels.reference import kept_ids
+from grpo_kernels.reference import allowed_ids
 
 pytestmark = pytest.mark.each_value
 B, T, V = 3, 7, 61
@@ -153,7 +153,7 @@ def test_metrics(mask_path):
     assert out.metric_sums["sampling_mask/added"] == (missing, scored.sum())
     assert out.metrics["sampling_mask/added"] == missing / scored.sum()
     logits = batch.hidden @ batch.weight.mT + batch.bias
-    mass = (logits.softmax(-1) * kept_ids(mask, batch.ids, V)).sum(-1)[scored].mean()
+    mass = (logits.softmax(-1) * allowed_ids(mask, batch.ids, V)).sum(-1)[scored].mean()
     if mask_path != "dense":  # a mean over some of the tokens would be another number
         mass = torch.full_like(mass, torch.nan)
     found = out.metrics["sampling_mask/kept_mass"]

@@ -1,4 +1,4 @@
-// Rows of kept ids (KeptRows of Python's operations) from those of the tokens' sampling mask.
+// The ids that a sampling mask allows each token, as rows: AllowedIdRows of Python's operations.
 #include "dispatch.h"
 
 namespace gk {
@@ -6,7 +6,7 @@ namespace gk {
 namespace {
 
 // No address depends on what an id is, or on whether the numbers of ids add up.
-void keep_ids(const KeptRowArgs& args, int64_t row) {
+void write_row(const AllowedIdArgs& args, int64_t row) {
     const auto id_at = [&](int64_t place) -> int64_t {
         return args.wide ? static_cast<const int64_t*>(args.mask_ids)[place]
                          : static_cast<const int32_t*>(args.mask_ids)[place];
@@ -37,10 +37,10 @@ void keep_ids(const KeptRowArgs& args, int64_t row) {
 
 }  // namespace
 
-void kept_ids(const KeptRowArgs& args, int threads) {
+void allowed_ids(const AllowedIdArgs& args, int threads) {
     parallel_for(args.rows, gathered_grain(args.rows, args.rows * args.slots), threads,
                  [&](int64_t first, int64_t last) {
-                     for (int64_t row = first; row < last; row++) keep_ids(args, row);
+                     for (int64_t row = first; row < last; row++) write_row(args, row);
                  });
 }
 

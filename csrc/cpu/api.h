@@ -36,8 +36,8 @@ struct SparseRows {
 };
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads);
 
-// Ids of a sampling mask, and what is written of some tokens: see KeptRows of Python's operations.
-struct KeptRowArgs {
+// Ids of a sampling mask, and what is written of some tokens: see AllowedIdRows of Python's operations.
+struct AllowedIdArgs {
     const void* mask_ids;  // (mask_count,) int32, or int64
     const int64_t* ends;   // (tokens,) where those of each token end
     const int64_t* sampled;
@@ -50,7 +50,7 @@ struct KeptRowArgs {
     bool* added;                   // (rows,)
     bool wide;                     // the ids of the mask are int64
 };
-void kept_ids(const KeptRowArgs& args, int threads);
+void allowed_ids(const AllowedIdArgs& args, int threads);
 
 // A few ids of some tokens: `slots` per row, those below 0 are not used. Row i is token token_of[i].
 struct GatheredArgs {

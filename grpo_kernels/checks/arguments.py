@@ -284,7 +284,7 @@ def check_top_k(name: str, k: int, vocab_size: int) -> None:
         raise ValueError(f"{name}={k}; expected at most {vocab_size}, the rows of the lm_head")
 
 
-def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -> None:
+def check_allowed_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -> None:
     """Checks that the counts of a SamplingMask add up to its ids, which ascend within a token, in [0, vocab_size)."""
     if not checks_values(ids.device):
         return

@@ -54,8 +54,8 @@ class LogpsTokens(NamedTuple):
     completion_ids: Tensor  # one per token, or K; -1 where none is asked for
     mask: Optional[Tensor] = None
     temperature: Optional[Tensor] = None  # one per token, instead of the number
-    kept_ids: Optional[Tensor] = None  # of a SamplingMask
-    kept_counts: Optional[Tensor] = None
+    allowed_ids: Optional[Tensor] = None  # of a SamplingMask
+    allowed_counts: Optional[Tensor] = None
 
 
 class LogpsCall(NamedTuple):
@@ -128,7 +128,7 @@ def begin_logps(
     teacher: TeacherState = None,
 ) -> LogpsPass:
     """Prepares the tokens of a call, whose statistics are written to `stats`."""
-    ids, mask, per_token, kept_ids, kept_counts = call.tokens
+    ids, mask, per_token, allowed_ids, allowed_counts = call.tokens
     number, logit_scale, softcap, theta = call.numbers
     dtype, device, kernels = stats.logp.dtype, ids.device, get_backend(call.backend)
     if theta:
@@ -144,7 +144,7 @@ def begin_logps(
         temperature = torch.full((head.num_tokens,), number, dtype=dtype, device=device)
     else:
         temperature = _filled(per_token.view(-1), mask, 1.0)
-    sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=every_row)
+    sampling_mask = make_token_mask(allowed_ids, allowed_counts, head.vocab_size, is_static=every_row)
     sampled = (ids[..., 0] if ids.dim() == inputs[0].dim() else ids).reshape(-1)  # of K ids the first
     if isinstance(teacher, TopKLogps) and not any(wants):
         sampled = torch.full_like(sampled, -1)  # no id apart in the sums, which are the same for any K ids of a token

@@ -146,10 +146,10 @@ def _loss_of_head(
     """Returns the results of `loss_from_hidden`; the gradients are left in `head`."""
     config, shape, needs_sequences = call.batch.config, call.batch.shape, tokens.rules.whole_sequences
     mask = None
-    if inputs.kept_ids is not None:
+    if inputs.allowed_ids is not None:
         # The rows of given logits are all computed, whatever the mask: they decide no shape.
         is_static = (isinstance(head, LMHead) and every_row) or is_capturing(tokens.ids.device)
-        mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, head.vocab_size, is_static=is_static)
+        mask = make_token_mask(inputs.allowed_ids, inputs.allowed_counts, head.vocab_size, is_static=is_static)
     stats = Statistics.zeros(tokens.ids.numel(), tokens.ids.device, tokens.advantage.dtype)
     transform = PolicyTransform(config.logit_scale, config.logit_softcap or 0.0)
     if teacher is not None:
@@ -216,7 +216,7 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     if config.static_shapes or is_capturing(device):
         return True
     # Which rows; lengths; how many entries.
-    reads_anyway = inputs.kept_counts is not None or inputs.cu_seqlens is not None or sparse
+    reads_anyway = inputs.allowed_counts is not None or inputs.cu_seqlens is not None or sparse
     return device.type != "cpu" and call.batch.shape.numel() <= _WEIGHT_BOUND_TOKENS and not reads_anyway
 
 
@@ -240,7 +240,7 @@ def _compute_from_logits(
     flat = materialized(logits.detach())[0].reshape(-1, logits.shape[-1])
     reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
     reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
-    writes = any(call.wants) or inputs.kept_ids is not None  # gradients; -inf for ids that were not kept
+    writes = any(call.wants) or inputs.allowed_ids is not None  # gradients; -inf for ids that were not kept
     if (writes and not reused) or flat.stride(-1) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     config, dtype = call.batch.config, statistics_dtype(logits.dtype)

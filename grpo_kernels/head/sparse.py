@@ -113,8 +113,8 @@ class SparsePairs:
         for rows, width in split(mask, all_tokens, all_tokens, len(head.weight)).matrices:
             first, count = rows.take(mask.firsts)[:, None], rows.take(counts)[:, None]
             (row_ids, is_used), (dlogits, _) = (padded(x, first, count, width) for x in (ids, values))
-            kept_ids = GatheredIds(Rows(0, rows.count, rows.take(tokens)), torch.where(is_used, row_ids, -1))
-            head.backend.gathered_dhidden(dlogits, head.weight, kept_ids, head.dhidden_to_write(every_row=False))
+            gathered = GatheredIds(Rows(0, rows.count, rows.take(tokens)), torch.where(is_used, row_ids, -1))
+            head.backend.gathered_dhidden(dlogits, head.weight, gathered, head.dhidden_to_write(every_row=False))
 
     def sums(self) -> Tensor:
         """Returns the numbers of SPARSE_SUMS; over ranks with slices of the vocabulary the sum of the pairs, and the

@@ -263,9 +263,9 @@ class PolicyTopK(TopKHead):
         rows, head, ids = chunk.rows, self.heads.heads[number], self._likeliest(chunk)
         rows.put(self.ids, ids)
         local_ids = pad(self._local_ids(ids), (0, -ids.shape[1] % 4), value=-1).to(torch.int32)
-        kept_ids = GatheredIds(Rows(0, rows.count, self.heads.rows(rows).tokens(ids.device)), local_ids)
+        gathered = GatheredIds(Rows(0, rows.count, self.heads.rows(rows).tokens(ids.device)), local_ids)
         u = torch.empty(local_ids.shape, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=ids.device)
-        backend.gathered_logits(head.hidden_matrix, head.weight, head.folded_bias, kept_ids, u)
+        backend.gathered_logits(head.hidden_matrix, head.weight, head.folded_bias, gathered, u)
         u = u[:, : ids.shape[1]]
         if self.mass is not None:
             u = u.to(head.logits_dtype)  # as those under the normaliser were rounded

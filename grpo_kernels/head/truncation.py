@@ -90,7 +90,7 @@ def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> Samp
     dtype = statistics_dtype(call.compute_dtype or inputs[0].dtype)
     counts = torch.zeros(ids.numel(), dtype=torch.int32, device=device)
     mass, added = torch.zeros_like(counts, dtype=dtype), torch.zeros_like(counts, dtype=torch.bool)
-    kept_ids = [counts[:0]]
+    allowed_ids = [counts[:0]]
     with pinned_matmul_precision(device):
         check_call(call, len(inputs[1]))
         stats = Statistics.empty(0, device, dtype)
@@ -106,6 +106,6 @@ def recompute_support(inputs: Inputs, call: LogpsCall, rule: Truncation) -> Samp
                 keep.scatter_(1, sampled, True)
                 part.put(counts, keep.sum(1, dtype=counts.dtype))
                 part.put(mass, z.softmax(1).masked_fill_(~keep, 0.0).sum(1))
-                kept_ids.append(keep.nonzero()[:, 1].to(counts.dtype))
+                allowed_ids.append(keep.nonzero()[:, 1].to(counts.dtype))
         head.free()
-    return SamplingMask(torch.cat(kept_ids), *(x.view(ids.shape) for x in (counts, mass, added)))
+    return SamplingMask(torch.cat(allowed_ids), *(x.view(ids.shape) for x in (counts, mass, added)))

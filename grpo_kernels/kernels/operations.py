@@ -209,15 +209,15 @@ class GatheredIds(NamedTuple):
     # anything. 4 divides K
 
 
-class KeptRows(NamedTuple):
-    """What `kept_ids` writes of some tokens."""
+class AllowedIdRows(NamedTuple):
+    """The ids that a sampling mask allows some tokens: what `allowed_ids` writes."""
 
     gathered: GatheredIds
     token_of: Tensor  # (C, K) int32: the token of each entry
     # (N,) int64: the column of the token's sampled id in its row; -1 where the row does not have it, or where an id is
     # not in the vocabulary, which gives NaN.
     columns: Tensor
-    added: Tensor  # (C,) bool: the sampled id was not among the kept ones
+    added: Tensor  # (C,) bool: the sampled id was not among them
 
 
 class TokenIdPairs(NamedTuple):
@@ -282,9 +282,10 @@ class Backend:
     fused_logp(head: HeadChunk, entropy: bool): writes the statistics, without logits. entropy: whether it is wanted.
     sparse_gradient(chunk, dlogp (N,), dentropy (N,), rule: SparseRule, out: SparseRows): `gradient` by this rule; the
         logits stay as they are. No pairs for a token without a gradient.
-    kept_ids(mask: TokenMask, sampled (N,), local_vocab: range, vocab_size: int, out: KeptRows): writes the kept ids of
-        tokens, less than K each, that lie in `local_vocab`, a range of the whole vocabulary, as rows of the weight;
-        behind them the sampled id, where it is missing. `mask`: of the whole vocabulary. No address depends on an id.
+    allowed_ids(mask: TokenMask, sampled (N,), local_vocab: range, vocab_size: int, out: AllowedIdRows): writes the ids
+        that the mask allows some tokens, less than K each, and that lie in `local_vocab`, a range of the whole
+        vocabulary, as rows of the weight; behind them the sampled id, where it is missing. `mask`: of the whole
+        vocabulary. No address depends on an id.
     gathered_logits(hidden (N, H), weight (V, H), bias (V,) | None, gathered: GatheredIds, logits (C, K)): logits of
         these ids, float32 or float64, -inf in entries that are not used.
     gathered_dhidden(dlogits (C, K), weight, gathered: GatheredIds, dhidden (N, H)): writes the tokens' rows of dhidden.
@@ -304,7 +305,7 @@ class Backend:
     gradient: Callable[..., None]
     divergence: Callable[[LogitChunk], Tensor]
     sparse_gradient: Callable[..., None]
-    kept_ids: Callable[..., None]
+    allowed_ids: Callable[..., None]
     gathered_logits: Callable[..., None]
     gathered_dhidden: Callable[..., None]
     gathered_dweight: Callable[..., None]

@@ -69,7 +69,7 @@ class Batch:
         """Returns how many numbers a call has besides those of its tokens, by what they belong to."""
         config, tokens = self.config, self.tokens
         present = {
-            "mask": (tokens.kept_ids is not None) * len(MASK_SUMS),
+            "mask": (tokens.allowed_ids is not None) * len(MASK_SUMS),
             "sparse": (config.sparse_backward is not None) * len(SPARSE_SUMS),
         }
         return {name: count for name, count in present.items() if count}

@@ -34,8 +34,8 @@ class TokenInputs(NamedTuple):
     entropy_normalizer: Tensor | None = None  # scalar, replaces the denominator of the entropy bonus
     group_index: Tensor | None = None  # (S,) int64 in [0, num_groups)
     token_weights: Tensor | None = None  # what scales a token's loss
-    kept_ids: Tensor | None = None  # (M,) of a SamplingMask
-    kept_counts: Tensor | None = None  # one per token
+    allowed_ids: Tensor | None = None  # (M,) of a SamplingMask
+    allowed_counts: Tensor | None = None  # one per token
 
 
 class Rules(NamedTuple):

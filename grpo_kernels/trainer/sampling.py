@@ -53,7 +53,7 @@ def generate(
     logits = decode.start(*padded([prompt for prompt, _ in distinct], pad_id, lm.device, left=True))
     logits = decode.select(logits, rows.to(lm.device))
     sampled: list[list[tuple[int, float]]] = [[] for _ in prompts]  # ids, log-probabilities
-    kept_ids: list[Tensor] = []
+    allowed_ids: list[Tensor] = []
     owners: list[tuple[int | None, int]] = []  # of kept ids in turn: their completion, and how many a token has
 
     def has_ended(completion: int) -> bool:
@@ -66,7 +66,7 @@ def generate(
             raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
         if keep is not None:
             total = int(sum(count for _, _, count in drawn))
-            kept_ids.append(torch.nonzero_static(keep, size=total)[:, 1].int())
+            allowed_ids.append(torch.nonzero_static(keep, size=total)[:, 1].int())
         for i, (id, logp, count) in zip(batch, drawn, strict=True):
             owners.append((None if has_ended(i) else i, int(count)))
             if not has_ended(i):
@@ -80,13 +80,13 @@ def generate(
             ids = decode.select(ids, torch.tensor(going, device=lm.device))
         logits = decode.next(ids)
     kept: dict[int | None, list[list[int]]] = defaultdict(list)
-    left = iter(torch.cat(kept_ids).tolist() if kept_ids else ())
+    left = iter(torch.cat(allowed_ids).tolist() if allowed_ids else ())
     for owner, count in owners:
         kept[owner].append(list(islice(left, count)))
     return [
         Sampled([id for id, _ in tokens], has_ended(i),
                 torch.tensor([logp for _, logp in tokens], dtype=torch.float32),
-                kept[i] if kept_ids else None)
+                kept[i] if allowed_ids else None)
         for i, tokens in enumerate(sampled)
     ]  # fmt: skip
 

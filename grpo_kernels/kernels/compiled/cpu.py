@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...names import DIVERGENCES
 from ..operations import (
+    AllowedIdRows,
     Backend,
     GatheredIds,
-    KeptRows,
     LogitChunk,
     SparseRows,
     SparseRule,
@@ -46,9 +46,11 @@ class CpuKernels:
         rows, capacity = row_arguments(chunk, dlogp, dentropy), out.ids.shape[1]
         self.module.sparse_gradient(*rows, *out, capacity, *rule, torch.get_num_threads())
 
-    def kept_ids(self, mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: KeptRows) -> None:
+    def allowed_ids(
+        self, mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: AllowedIdRows
+    ) -> None:
         (rows, ids), token_of, columns, added = out
-        self.module.kept_ids(
+        self.module.allowed_ids(
             mask.ids, mask.ids.dtype == torch.int64, len(mask.ids), mask.ends, sampled, local_vocab.start,
             len(local_vocab), vocab_size, rows.start, rows.index, *ids.shape, ids, token_of, columns, added,
             torch.get_num_threads(),
@@ -105,7 +107,7 @@ def load() -> tuple[Backend | None, str]:
         statistics=kernels.statistics,
         gradient=kernels.gradient,
         sparse_gradient=kernels.sparse_gradient,
-        kept_ids=kernels.kept_ids,
+        allowed_ids=kernels.allowed_ids,
         gathered_logits=kernels.gathered_logits,
         gathered_dhidden=kernels.gathered_dhidden,
         gathered_dweight=kernels.gathered_dweight,

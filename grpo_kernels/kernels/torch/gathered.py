@@ -16,28 +16,28 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..operations import GatheredIds, KeptRows, TokenIdPairs, TokenMask
+from ..operations import AllowedIdRows, GatheredIds, TokenIdPairs, TokenMask
 
 BLOCK_ELEMENTS = 2**24
 
 
-def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: KeptRows) -> None:
+def allowed_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: AllowedIdRows) -> None:
     """Writes `out`: see operations.py."""
     (rows, ids), token_of, columns, added = out
     index = rows.tokens(ids.device)
     first, count, sampled = mask.firsts[index, None], mask.counts[index, None], sampled[index, None]
-    kept, used = padded(mask.ids, first, count, ids.shape[1])
-    is_sampled = used & (kept == sampled)
-    wrong = used & ((kept < 0) | (kept >= vocab_size))
+    allowed, used = padded(mask.ids, first, count, ids.shape[1])
+    is_sampled = used & (allowed == sampled)
+    wrong = used & ((allowed < 0) | (allowed >= vocab_size))
     is_local = (sampled >= local_vocab.start) & (sampled < local_vocab.stop) & ~wrong.any(1, keepdim=True)
     before = torch.zeros_like(first)
     if len(local_vocab) < vocab_size:
-        before = (used & (kept < local_vocab.start)).sum(1, keepdim=True)
-        count = (used & (kept >= local_vocab.start) & (kept < local_vocab.stop)).sum(1, keepdim=True)
-        kept, used = padded(mask.ids, first + before, count, ids.shape[1])
+        before = (used & (allowed < local_vocab.start)).sum(1, keepdim=True)
+        count = (used & (allowed >= local_vocab.start) & (allowed < local_vocab.stop)).sum(1, keepdim=True)
+        allowed, used = padded(mask.ids, first + before, count, ids.shape[1])
     is_added = ~is_sampled.any(1, keepdim=True)
     position = torch.where(is_added, count, is_sampled.int().argmax(1, keepdim=True) - before)
-    ids.copy_(torch.where(used, (kept - local_vocab.start).clamp_(0, len(local_vocab) - 1), -1))
+    ids.copy_(torch.where(used, (allowed - local_vocab.start).clamp_(0, len(local_vocab) - 1), -1))
     ids.scatter_(1, count.long(), torch.where(is_added & is_local, sampled - local_vocab.start, -1).to(torch.int32))
     token_of.copy_(index[:, None])
     columns[index] = torch.where(is_local, position, -1).squeeze(1)

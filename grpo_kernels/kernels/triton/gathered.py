@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operations import GatheredIds, KeptRows, TokenIdPairs, TokenMask, contiguous_rows
+from ..operations import AllowedIdRows, GatheredIds, TokenIdPairs, TokenMask, contiguous_rows
 
 # Of a tile in which rows of W are read: whole lines, 16 in flight per program.
 SLOTS: tl.constexpr = tl.constexpr(16)
@@ -54,7 +54,7 @@ _PER_CALL = ["ids", "ends", "sampled", "index", "total", "local_first", "local_c
 
 @triton.jit(do_not_specialize=_PER_CALL)
 def ids_kernel(
-    ids, ends, sampled, index, total, local_first, local_count, vocab, kept, token_of, columns, added, slots
+    ids, ends, sampled, index, total, local_first, local_count, vocab, allowed, token_of, columns, added, slots
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(index + row)
@@ -82,7 +82,7 @@ def ids_kernel(
         id_ = mask_ids(ids, first + skipped + slot, slot < held, total) - local_first
         id_ = tl.minimum(tl.maximum(id_, 0), local_count - 1)
         id_ = tl.where(slot < held, id_, tl.where(slot == held, extra, -1))
-        tl.store(kept + row * slots + slot, id_.to(tl.int32), mask=slot < slots)
+        tl.store(allowed + row * slots + slot, id_.to(tl.int32), mask=slot < slots)
         tl.store(token_of + row * slots + slot, (tl.zeros_like(slot) + token).to(tl.int32), mask=slot < slots)
     column = tl.where(behind == 0, held, behind - 1 - skipped)
     tl.store(columns + token, tl.where(is_here, column, -1))
@@ -165,7 +165,7 @@ def dweight_kernel(factors, tokens, hidden, starts, dweight, width, ADD: tl.cons
 # --- launchers ------------------------------------------------------------------------------------------------------
 
 
-def kept_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: KeptRows) -> None:
+def allowed_ids(mask: TokenMask, sampled: Tensor, local_vocab: range, vocab_size: int, out: AllowedIdRows) -> None:
     """Writes `out`: see operations.py."""
     (rows, ids), token_of, columns, added = out
     ids_kernel[(ids.shape[0],)](
