@@ -359,16 +359,16 @@ def test_cache_and_graphs_are_kept_where_they_are_a_small_part_of_the_memory(ava
     monkeypatch.setattr(decoding, "available", lambda device: available)
     model = tiny("llama")
     decoder = with_graphs(model)
-    decoder.make_room()
+    decoder.free_for_updates()
     assert decoder.memory == ""
     how, counts = "kept" if available == 1e9 else "freed", []
     for _ in range(2):
         assert_equal(sample(model, decoder), sample(model))
-        held = sum(x.nbytes for x in decoder.stored) + 1000 * len(decoder.steps)
+        held = sum(x.nbytes for x in decoder.cache_tensors) + 1000 * len(decoder.steps)
         counts.append(len(captures))
-        decoder.make_room()
+        decoder.free_for_updates()
         assert decoder.memory == f"{held / 2**20:,.1f} MiB of cache and CUDA graphs, {how} before updates"
-        assert bool(decoder.stored) == bool(decoder.steps) == (how == "kept") and decoder.cache is None
+        assert bool(decoder.cache_tensors) == bool(decoder.steps) == (how == "kept") and decoder.cache is None
     assert counts[1] == counts[0] * (1 if how == "kept" else 2)
 
 
@@ -377,13 +377,13 @@ def test_cache_and_graphs_are_kept_where_they_are_a_small_part_of_the_memory(ava
 
 @pytest.mark.parametrize("family", ["gemma2", "llama"])
 def test_the_check_sees_a_static_cache_that_loses_tokens(family, monkeypatch):
-    update = decoding._Layer.update
+    update = decoding._CacheLayer.update
 
     def forgetful(self, keys, values):
         self.keys[:, :, : int(self.get_seq_length())] = 0
         return update(self, keys, values)
 
-    monkeypatch.setattr(decoding._Layer, "update", forgetful)
+    monkeypatch.setattr(decoding._CacheLayer, "update", forgetful)
     assert decoding_error(StaticDecoder(tiny(family), rows=8, new_tokens=LENGTH)).error > 1.5
 
 

@@ -50,15 +50,15 @@ class Decoder:
 
     def __init__(self, lm: Any, *, cached: bool = True) -> None:
         self.lm, self.cached = lm, cached
-        self.release()
+        self.free()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Frees all memory."""
         self.ids = self.mask = self.cache = None
 
-    def make_room(self) -> None:
+    def free_for_updates(self) -> None:
         """Frees what the updates after a rollout may need."""
-        self.release()
+        self.free()
 
     def start(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Logits (B, V) float32 of the first tokens after prompts (B, P), padded on the left."""
@@ -114,13 +114,13 @@ class StaticDecoder(Decoder):
         self.uses_graphs = lm.device.type == "cuda"
         super().__init__(lm)
 
-    def release(self) -> None:
-        super().release()
+    def free(self) -> None:
+        super().free()
         self._drop()
 
     def _drop(self) -> None:
         self.is_filled = False
-        self.stored: list[Tensor] = []  # keys and values of each layer in turn, (rows, heads, cells, D)
+        self.cache_tensors: list[Tensor] = []  # keys and values of each layer in turn, (rows, heads, cells, D)
         self.tokens = self.positions = self.visible = self.at = torch.empty(0, 0)
         self.steps: dict[int, Callable[[], Tensor]] = {}  # by the number of rows
         self.addresses: list[int] = []  # of the weights
@@ -128,10 +128,10 @@ class StaticDecoder(Decoder):
         self.graph_bytes = 0
         self.kernels: StepKernels | None = None
 
-    def make_room(self) -> None:
+    def free_for_updates(self) -> None:
         """Keeps cache and graphs where they are a small part of the memory; they are made again otherwise."""
-        super().release()
-        held = sum(tensor.nbytes for tensor in self.stored) + self.graph_bytes
+        super().free()
+        held = sum(tensor.nbytes for tensor in self.cache_tensors) + self.graph_bytes
         held += self.kernels.nbytes if self.kernels else 0
         if held:
             is_small = held <= SHARE_KEPT * (held + available(self.lm.device))
@@ -146,7 +146,7 @@ class StaticDecoder(Decoder):
 
     def select(self, values: Tensor, rows: Tensor) -> Tensor:
         if self.is_filled:
-            for tensor in (*self.stored, self.positions, self.visible):
+            for tensor in (*self.cache_tensors, self.positions, self.visible):
                 tensor[: len(rows)] = tensor[rows]
         elif self.has_memory:
             self._fill(rows)
@@ -191,20 +191,20 @@ class StaticDecoder(Decoder):
         self.positions[:count] = positions[rows, -1:]
         self.visible.fill_(1)
         self.visible[:count, :width] = self.mask[rows]
-        for stored, prompt in zip(self.stored, keys_and_values, strict=True):
-            stored[:count, :, width - prompt.shape[2] : width] = prompt[rows]  # of a sliding window the last tokens
+        for tensor, prompt in zip(self.cache_tensors, keys_and_values, strict=True):
+            tensor[:count, :, width - prompt.shape[2] : width] = prompt[rows]  # of a sliding window the last tokens
         self.is_filled, self.cache = True, None
 
     def _reserve(self, rows: int, cells: int, like: list[Tensor]) -> None:
-        self.stored = [tensor.new_zeros(rows, tensor.shape[1], cells, tensor.shape[3]) for tensor in like]
+        self.cache_tensors = [tensor.new_zeros(rows, tensor.shape[1], cells, tensor.shape[3]) for tensor in like]
         self.tokens, self.positions = self.mask.new_zeros(rows, 1), self.mask.new_zeros(rows, 1)
         self.visible, self.at = self.mask.new_ones(rows, cells), self.mask.new_zeros(1)
         self.kernels = StepKernels(self.lm, self.lm.device.type) if self.compiles else None
 
     def _step(self, size: int) -> Callable[[], Tensor]:
         """Calls the model for the first `size` rows, and returns logits (size, V)."""
-        pairs = zip(self.stored[::2], self.stored[1::2], strict=True)
-        layers: list[Any] = [_Layer(keys[:size], values[:size], self.at) for keys, values in pairs]
+        pairs = zip(self.cache_tensors[::2], self.cache_tensors[1::2], strict=True)
+        layers: list[Any] = [_CacheLayer(keys[:size], values[:size], self.at) for keys, values in pairs]
         inputs: dict[str, Any] = {
             "input_ids": self.tokens[:size], "attention_mask": self.visible[:size], "use_cache": True,
             "position_ids": self.positions[:size], cache_argument(self.parts.model): Cache(layers=layers),
@@ -281,7 +281,7 @@ def _end_capture(pool: Any) -> None:
         torch._C._cuda_releasePool(device, pool)
 
 
-class _Layer(StaticLayer):
+class _CacheLayer(StaticLayer):
     """Keys and values (rows, heads, cells, D) of a layer, written in place. at, (1,): the cell of the next token."""
 
     def __init__(self, keys: Tensor, values: Tensor, at: Tensor) -> None:
@@ -336,7 +336,7 @@ def choose_decoder(policy: nn.Module, ranks: Ranks, arguments: TrainArguments) -
         if decoding.error <= 1:
             if reason and ranks.index == 0:
                 print(f"{name} is sampled without {missing} ({reason})", file=sys.stderr)
-            decoder.release()
+            decoder.free()
             return
         reason = decoding.reason or f"which would lose {decoding.nats:.2g} nats of a token"
     raise ValueError(

@@ -120,7 +120,7 @@ class Sampler:
                     synced=isinstance(self.policy, FSDPModule),
                 )  # fmt: skip
             self.signals.check()
-        wrapped.decoder.make_room()
+        wrapped.decoder.free_for_updates()
         return sampled
 
     def text(self, prompt: Any, ids: Sequence[int]) -> Any:

@@ -47,7 +47,7 @@ def sampling(inputs: Inputs, mode: str, static: bool) -> Step:
         completions = generate(lm, prompts, arguments, ends=[], pad_id=PAD, decoder=decoder)
         metrics = {"sampling/tokens": sum(len(completion.ids) for completion in completions)}
         if isinstance(decoder, StaticDecoder):
-            cache = sum(x.nbytes for x in decoder.stored)
+            cache = sum(x.nbytes for x in decoder.cache_tensors)
             metrics |= {"sampling/graphs": len(decoder.steps), "sampling/graph_bytes": decoder.graph_bytes}
             metrics["sampling/cache_bytes"] = cache
         return Result(metrics={name: torch.tensor(value) for name, value in metrics.items()})
