@@ -35,24 +35,24 @@ def check_allowed_ids(kernels: Kernels, dtype: torch.dtype) -> None:
     counts = torch.tensor([len(row) for row in rows])
     mask = TokenMask(torch.tensor([i for row in rows for i in row], dtype=dtype), counts, counts.cumsum(0))
     index = rng.sample(range(1, tokens), tokens - 1)
-    for own in (range(vocab), range(100), range(100, 220), range(220, vocab)):
+    for local_vocab in (range(vocab), range(100), range(100, 220), range(220, vocab)):
         ids = torch.full((len(index), 132), 7, dtype=torch.int32)
         token_of, columns = ids.clone(), torch.full((tokens,), 7)
         found = AllowedIdRows(
             GatheredIds(Rows(0, len(index), torch.tensor(index)), ids), token_of, columns, torch.ones(22) > 2
         )
-        kernels.allowed_ids(mask, torch.tensor(sampled), own, vocab, found)
+        kernels.allowed_ids(mask, torch.tensor(sampled), local_vocab, vocab, found)
         assert columns[0] == 7 and (token_of == torch.tensor(index)[:, None]).all()
         for i, token in enumerate(index):
             row, column, added = ids[i].tolist(), int(columns[token]), bool(found.added[i])
             assert added == (sampled[token] not in rows[token])
             if token in (9, 10, 11, 12, 13):
-                assert column == -1 and all(-1 <= x < len(own) for x in row)
+                assert column == -1 and all(-1 <= x < len(local_vocab) for x in row)
                 continue
-            here = [x for x in rows[token] if x in own]
-            here += [sampled[token]] if added and sampled[token] in own else []
-            assert row == [x - own.start for x in here] + [-1] * (132 - len(here))
-            assert column == (here.index(sampled[token]) if sampled[token] in own else -1)
+            local_ids = [x for x in rows[token] if x in local_vocab]
+            local_ids += [sampled[token]] if added and sampled[token] in local_vocab else []
+            assert row == [x - local_vocab.start for x in local_ids] + [-1] * (132 - len(local_ids))
+            assert column == (local_ids.index(sampled[token]) if sampled[token] in local_vocab else -1)
 
 
 def check_gathered(kernels: Kernels, width: int, dtype: torch.dtype, *, wide: bool, shift: int = 0) -> None:

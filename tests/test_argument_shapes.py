@@ -197,7 +197,7 @@ def readers(batch: Batch, backend: str, offsets: Tensor | None) -> dict[str, tup
     """What the functions besides the losses compute at a temperature, and whether they know the sequences."""
     head = dict(hidden=batch.hidden, lm_head_weight=batch.weight, completion_mask=batch.options.get("completion_mask"))
     teacher, of_ids = gk.Teacher(batch.hidden + 0.1, batch.weight.flip(0)), head | dict(completion_ids=batch.ids)
-    taught = head | dict(teacher=teacher, backend="torch" if backend == "cuda" else backend)
+    with_teacher = head | dict(teacher=teacher, backend="torch" if backend == "cuda" else backend)
     sequences, padded = {} if offsets is None else {"cu_seqlens": offsets}, offsets is None
 
     def policy_loss(t: Tensor) -> Tensor:
@@ -209,9 +209,9 @@ def readers(batch: Batch, backend: str, offsets: Tensor | None) -> dict[str, tup
         "fused_logps": (lambda t: gk.fused_logps(**of_ids, temperature=t, backend=backend)[0], padded),
         "fused_top_k": (lambda t: gk.fused_top_k(**head, k=3, temperature=t, backend=backend)[1], padded),
         "sampling_support": (lambda t: gk.sampling_support(**of_ids, temperature=t, top_k=9, top_p=0.8).mass, padded),
-        "fused_divergence": (lambda t: gk.fused_divergence(**taught, temperature=t), padded),
+        "fused_divergence": (lambda t: gk.fused_divergence(**with_teacher, temperature=t), padded),
         "fused_distillation_loss": (
-            lambda t: gk.fused_distillation_loss(**taught, temperature=t, **sequences).divergence, True
+            lambda t: gk.fused_distillation_loss(**with_teacher, temperature=t, **sequences).divergence, True
         ),
         "fused_policy_loss": (policy_loss, True),
     }  # fmt: skip

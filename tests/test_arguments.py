@@ -103,9 +103,9 @@ def refused(case: Case, x: Tensor) -> Iterator[tuple[Any, type, list[str]]]:
     wrong = torch.ones(5) if row.shapes == ONE else x[..., None, None]
     yield wrong, ValueError, [f"{name} has shape {tuple(wrong.shape)}", "expected", *expected_shapes(row)]
     for number in outside(row):
-        spoiled = x.double().clone()
-        spoiled.view(-1)[0] = number
-        yield spoiled, ValueError, [name, "expected"]
+        corrupted = x.double().clone()
+        corrupted.view(-1)[0] = number
+        yield corrupted, ValueError, [name, "expected"]
         if row.shapes == ONE:
             yield number, ValueError, [name, "expected a finite number"]
     if row.dtypes is MASKS:

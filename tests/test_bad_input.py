@@ -71,7 +71,7 @@ def into(total, weight=W24, **changes) -> dict:
     return changed(accumulate_into=total, lm_head_weight=weight, **changes)
 
 
-def taught(teacher, **changes) -> dict:
+def with_teacher(teacher, **changes) -> dict:
     return changed(**{"teacher": teacher, "config": gk.GRPOConfig(distill_coef=0.7)} | changes)
 
 
@@ -166,31 +166,31 @@ CASES = {
     "buffer is the weight": (lambda: into(W24.detach()), ValueError, "accumulate_into", "memory"),
     "buffer float64": (lambda: into(torch.zeros(67, 24), W24.detach().double().requires_grad_(), hidden=torch.rand(4, 6, 24).double(), lm_head_bias=None), TypeError, "accumulate_into", "float64"),
     # teachers
-    "no teacher": (lambda: taught(None), ValueError, "teacher is None and distill_coef=0.7"),
-    "no coefficient": (lambda: taught(gk.Teacher(X, W), config=gk.GRPOConfig()), ValueError, "teacher has no effect with config.distill_coef=0"),
-    "teacher tensor": (lambda: taught(X), TypeError, "teacher is a Tensor; expected a grpo_kernels.Teacher"),
-    "teacher rows": (lambda: taught(gk.Teacher(X[:3], W)), ValueError, "Teacher.hidden has shape (3, 6, 40); expected (4, 6, H)"),
-    "teacher of more ids": (lambda: taught(gk.Teacher(X, torch.randn(70, 40))), ValueError, "with vocab_parallel_group this rank's rows", "pass Teacher.weight[:67]"),
-    "teacher of fewer ids": (lambda: taught(gk.Teacher(X, W[:60])), ValueError, "pass lm_head_weight[:60]"),
-    "teacher gradient": (lambda: taught(gk.Teacher(X, W.clone().requires_grad_())), ValueError, "Teacher.weight requires a gradient"),
-    "teacher of two types": (lambda: taught(gk.Teacher(X, W.half())), TypeError, "Teacher.weight is torch.float16"),
-    "teacher bias dtype": (lambda: taught(gk.Teacher(X.half(), W.half(), W[:, 0])), TypeError, "Teacher.bias is torch.float32"),
-    "teacher float64": (lambda: taught(gk.Teacher(X.double(), W.double())), TypeError, "Teacher.hidden is float64"),
-    "teacher cuda": (lambda: taught(gk.Teacher(X, W), backend="cuda"), ValueError, "backend='cuda' has no kernels for a teacher"),
-    "teacher and sparse": (lambda: taught(gk.Teacher(X, W), config=gk.GRPOConfig(distill_coef=0.7, sparse_backward=0.1)), ValueError, "config.sparse_backward is given with a teacher"),
-    "teacher and a mask": (lambda: taught(gk.Teacher(X, W), sampling_mask=gk.SamplingMask.from_lists([[[1]] * 6] * 4)), ValueError, "sampling_mask is given with"),
-    "top-k other mask": (lambda: taught(top_k(mode="renormalize"), sampling_mask=gk.SamplingMask.from_lists([[[1]] * 6] * 4)), ValueError, "sampling_mask holds other ids than"),
-    "top-k number for a mask": (lambda: taught(top_k(mode="renormalize"), sampling_mask=3), TypeError, "sampling_mask is a int; expected a grpo_kernels.SamplingMask"),
-    "top-k cuda, its mask": (lambda: taught(top_k(mode="renormalize"), sampling_mask=top_k().sampling_mask, backend="cuda"), ValueError, "'cuda' has no kernels for a teacher"),
-    "top-k mask list": (lambda: taught(top_k(), completion_mask=[[1] * 6] * 4), TypeError, "completion_mask is a list"),
-    "top-k no mass": (lambda: taught(top_k(logps=TWO_LOGPS - math.inf, mode="renormalize")), ValueError, "ids[0, 0] has no mass to renormalize"),
-    "top-k no id": (lambda: taught(top_k(torch.full((4, 6, 2), -1))), ValueError, "ids[0, 0] has no id"),
-    "top-k ids": (lambda: taught(top_k(TWO_IDS + 63)), ValueError, "TopKTeacher.ids holds 70"),
-    "own ids, more than there are": (lambda: taught(gk.Teacher(X, W, top_k=68)), ValueError, "Teacher.top_k=68; expected at most 67"),
-    "own ids and a mask": (lambda: taught(gk.Teacher(X, W, top_k=2, mode="renormalize"), sampling_mask=top_k().sampling_mask), ValueError, "sampling_mask is given with a teacher"),
-    "own ids and sparse": (lambda: taught(gk.Teacher(X, W, top_k=2), config=gk.GRPOConfig(distill_coef=0.7, sparse_backward=0.1)), ValueError, "config.sparse_backward is given with a teacher"),
-    "top-k tokens": (lambda: taught(top_k(TWO_IDS[1:], TWO_LOGPS[1:])), ValueError, "TopKTeacher.ids has shape (3, 6, 2); expected (4, 6, K)"),
-    "top-k gradient": (lambda: taught(top_k(logps=TWO_LOGPS.clone().requires_grad_())), ValueError, "logps requires a gradient"),
+    "no teacher": (lambda: with_teacher(None), ValueError, "teacher is None and distill_coef=0.7"),
+    "no coefficient": (lambda: with_teacher(gk.Teacher(X, W), config=gk.GRPOConfig()), ValueError, "teacher has no effect with config.distill_coef=0"),
+    "teacher tensor": (lambda: with_teacher(X), TypeError, "teacher is a Tensor; expected a grpo_kernels.Teacher"),
+    "teacher rows": (lambda: with_teacher(gk.Teacher(X[:3], W)), ValueError, "Teacher.hidden has shape (3, 6, 40); expected (4, 6, H)"),
+    "teacher of more ids": (lambda: with_teacher(gk.Teacher(X, torch.randn(70, 40))), ValueError, "with vocab_parallel_group this rank's rows", "pass Teacher.weight[:67]"),
+    "teacher of fewer ids": (lambda: with_teacher(gk.Teacher(X, W[:60])), ValueError, "pass lm_head_weight[:60]"),
+    "teacher gradient": (lambda: with_teacher(gk.Teacher(X, W.clone().requires_grad_())), ValueError, "Teacher.weight requires a gradient"),
+    "teacher of two types": (lambda: with_teacher(gk.Teacher(X, W.half())), TypeError, "Teacher.weight is torch.float16"),
+    "teacher bias dtype": (lambda: with_teacher(gk.Teacher(X.half(), W.half(), W[:, 0])), TypeError, "Teacher.bias is torch.float32"),
+    "teacher float64": (lambda: with_teacher(gk.Teacher(X.double(), W.double())), TypeError, "Teacher.hidden is float64"),
+    "teacher cuda": (lambda: with_teacher(gk.Teacher(X, W), backend="cuda"), ValueError, "backend='cuda' has no kernels for a teacher"),
+    "teacher and sparse": (lambda: with_teacher(gk.Teacher(X, W), config=gk.GRPOConfig(distill_coef=0.7, sparse_backward=0.1)), ValueError, "config.sparse_backward is given with a teacher"),
+    "teacher and a mask": (lambda: with_teacher(gk.Teacher(X, W), sampling_mask=gk.SamplingMask.from_lists([[[1]] * 6] * 4)), ValueError, "sampling_mask is given with"),
+    "top-k other mask": (lambda: with_teacher(top_k(mode="renormalize"), sampling_mask=gk.SamplingMask.from_lists([[[1]] * 6] * 4)), ValueError, "sampling_mask holds other ids than"),
+    "top-k number for a mask": (lambda: with_teacher(top_k(mode="renormalize"), sampling_mask=3), TypeError, "sampling_mask is a int; expected a grpo_kernels.SamplingMask"),
+    "top-k cuda, its mask": (lambda: with_teacher(top_k(mode="renormalize"), sampling_mask=top_k().sampling_mask, backend="cuda"), ValueError, "'cuda' has no kernels for a teacher"),
+    "top-k mask list": (lambda: with_teacher(top_k(), completion_mask=[[1] * 6] * 4), TypeError, "completion_mask is a list"),
+    "top-k no mass": (lambda: with_teacher(top_k(logps=TWO_LOGPS - math.inf, mode="renormalize")), ValueError, "ids[0, 0] has no mass to renormalize"),
+    "top-k no id": (lambda: with_teacher(top_k(torch.full((4, 6, 2), -1))), ValueError, "ids[0, 0] has no id"),
+    "top-k ids": (lambda: with_teacher(top_k(TWO_IDS + 63)), ValueError, "TopKTeacher.ids holds 70"),
+    "own ids, more than there are": (lambda: with_teacher(gk.Teacher(X, W, top_k=68)), ValueError, "Teacher.top_k=68; expected at most 67"),
+    "own ids and a mask": (lambda: with_teacher(gk.Teacher(X, W, top_k=2, mode="renormalize"), sampling_mask=top_k().sampling_mask), ValueError, "sampling_mask is given with a teacher"),
+    "own ids and sparse": (lambda: with_teacher(gk.Teacher(X, W, top_k=2), config=gk.GRPOConfig(distill_coef=0.7, sparse_backward=0.1)), ValueError, "config.sparse_backward is given with a teacher"),
+    "top-k tokens": (lambda: with_teacher(top_k(TWO_IDS[1:], TWO_LOGPS[1:])), ValueError, "TopKTeacher.ids has shape (3, 6, 2); expected (4, 6, K)"),
+    "top-k gradient": (lambda: with_teacher(top_k(logps=TWO_LOGPS.clone().requires_grad_())), ValueError, "logps requires a gradient"),
 }  # fmt: skip
 
 
