@@ -18,9 +18,9 @@ void take(Arguments& given, gk::cuda::ObjectiveNumbers& a) {
 }
 
 void take(Arguments& given, gk::cuda::ObjectiveArgs& a) {
-    given.read(a.logp, a.entropy, a.dlogp, a.advantage, a.direct, a.via_ratio, a.old, a.ref, a.scale, a.rollout,
-               a.rollout_weight, a.scored, a.token_of, a.rows, a.offsets, a.group_index, a.sequences, a.groups, a.sums,
-               a.exact, a.counter, a.surrogate, a.kl, a.numbers);
+    given.read(a.logp, a.entropy, a.dlogp, a.advantage, a.dloss_direct, a.dloss_via_ratio, a.old, a.ref, a.scale,
+               a.rollout, a.rollout_weight, a.scored, a.token_of, a.rows, a.offsets, a.group_index, a.sequences,
+               a.groups, a.sums, a.exact, a.counter, a.surrogate, a.kl, a.numbers);
 }
 
 }  // namespace binding

@@ -134,11 +134,11 @@ def objective(rows: int, *, indexed: bool = False, whole: bool = False, bare: bo
     """Half the tokens; `whole`: all, of as many sequences and groups as tokens. `bare`: without what is optional."""
     count = 2 * rows
     scored, offsets = vector(count, torch.bool), vector(count + 1, INDEX)
-    ids, advantage, direct, via_ratio, logp, entropy, dlogp = (vector(count) for _ in range(7))
+    ids, advantage, dloss_direct, dloss_via_ratio, logp, entropy, dlogp = (vector(count) for _ in range(7))
     sequences, names = Sequences(offsets, None, count), ("old", "ref", "rollout", "rollout_weight", "surrogate_scale")
     tokens = Tokens(
         GRPOConfig(**options), Rules(not bare, not bare, *[False] * 4), sequences, Lengths(sequences, None, SINGLE),
-        ids, None if bare else scored, None, ids, advantage, direct, via_ratio, ids,
+        ids, None if bare else scored, None, ids, advantage, dloss_direct, dloss_via_ratio, ids,
         **({} if bare else {name: vector(count) for name in names}),
     )  # fmt: skip
     if whole:

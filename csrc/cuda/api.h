@@ -54,7 +54,7 @@ struct ObjectiveNumbers {
 struct ObjectiveArgs {
     const float *logp, *entropy;
     float* dlogp;  // d loss / d logp is written here
-    const float *advantage, *direct, *via_ratio;
+    const float *advantage, *dloss_direct, *dloss_via_ratio;
     const float *old, *ref, *scale, *rollout, *rollout_weight;  // may be null
     const uint8_t* scored;                                      // may be null: all are
     RowTokens token_of;

@@ -2,7 +2,7 @@
 // and reinforce.
 //
 //     value = scale * surrogate(x, logp, A) + beta * KL(ref, logp)                    x = logp - old, r = exp(clamp(x))
-//     d loss / d logp = via_ratio * d value / d x + direct * d value / d logp
+//     d loss / d logp = dloss_via_ratio * d value / d x + dloss_direct * d value / d logp
 //
 // Of a chunk's tokens the gradient alone, a thread each. Of all tokens also what is measured, a block per sequence: the
 // block that ends last adds up the sequences, in their order, so that two calls have the same bits. A factor of 0
@@ -19,7 +19,7 @@ constexpr float kMaxExponent = 80.f;  // names.EXPONENT_LIMIT
 
 // ---- the loss of a token --------------------------------------------------------------------------------------------
 struct Term {
-    float value, d_ratio, d_direct;
+    float value, grad_log_ratio, grad_logp;
 };
 
 struct Token {
@@ -78,7 +78,7 @@ GK_DEVICE float weighted(float weight, float x) { return weight != 0.f ? weight 
 
 GK_DEVICE Token evaluate(const ObjectiveArgs& args, int64_t at) {
     const ObjectiveNumbers& p = args.numbers;
-    const float logp = args.logp[at], advantage = args.advantage[at], direct = args.direct[at];
+    const float logp = args.logp[at], advantage = args.advantage[at], direct = args.dloss_direct[at];
     const float x = logp - (args.old ? args.old[at] : logp);
     const float upper = p.log_ratio_clamp < kMaxExponent ? p.log_ratio_clamp : kMaxExponent;
     const bool clamped = x < -p.log_ratio_clamp || x > upper;
@@ -89,15 +89,16 @@ GK_DEVICE Token evaluate(const ObjectiveArgs& args, int64_t at) {
     if (args.scale) {
         const float scale = args.scale[at];
         const bool drop = scale == 0.f && x == x;
-        term = drop ? Term{0.f, 0.f, 0.f} : Term{scale * term.value, scale * term.d_ratio, scale * term.d_direct};
+        term =
+            drop ? Term{0.f, 0.f, 0.f} : Term{scale * term.value, scale * term.grad_log_ratio, scale * term.grad_logp};
     }
     Kl kl = {0.f, 0.f};
     if (args.kl != kNone) {
         kl = kl_estimate(args, logp, args.ref[at]);
         term.value += weighted(p.beta, kl.value);
-        term.d_direct += weighted(p.beta, kl.slope);
+        term.grad_logp += weighted(p.beta, kl.slope);
     }
-    const float dlogp = weighted(args.via_ratio[at], term.d_ratio) + weighted(direct, term.d_direct);
+    const float dlogp = weighted(args.dloss_via_ratio[at], term.grad_log_ratio) + weighted(direct, term.grad_logp);
     return {x, r, term.value, kl.value, weighted(direct, term.value), dlogp, advantage};
 }
 

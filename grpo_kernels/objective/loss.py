@@ -1,9 +1,9 @@
 """The loss of tokens whose log-probabilities are known, and its gradient by them.
 
-value    = surrogate_scale * surrogate(x, logp, A) + beta * KL(ref, logp) * (r if bias-corrected else 1)
-d_ratio  = d value / d x      at fixed logp        x: the log-ratio of the token or of its sequence
-d_direct = d value / d logp   at fixed x
-d loss / d logp = dloss_via_ratio * d_ratio + dloss_direct * d_direct                    (ratio of one token)
+value          = surrogate_scale * surrogate(x, logp, A) + beta * KL(ref, logp) * (r if bias-corrected else 1)
+grad_log_ratio = d value / d x      at fixed logp        x: the log-ratio of the token or of its sequence
+grad_logp      = d value / d logp   at fixed x
+d loss / d logp = dloss_via_ratio * grad_log_ratio + dloss_direct * grad_logp              (ratio of one token)
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
     if rules.whole_sequences:
         log_ratio, scale, dlog_ratio_dlogp = _of_sequences(tokens, log_ratio, logp)
     ratio = clamp_ratio(c, log_ratio)
-    value, d_ratio, d_direct = SURROGATE_RULES[c.surrogate].term(c, ratio, logp, A)
+    value, grad_log_ratio, grad_logp = SURROGATE_RULES[c.surrogate].term(c, ratio, logp, A)
     if tokens.entropy_threshold is not None:
         below = (entropy < tokens.entropy_threshold) & ~log_ratio.isnan()
         value = torch.where(below, 0.0, value)
-        d_ratio, d_direct = (x if x is None else torch.where(below, 0.0, x) for x in (d_ratio, d_direct))
+        grad_log_ratio, grad_logp = (
+            x if x is None else torch.where(below, 0.0, x) for x in (grad_log_ratio, grad_logp)
+        )
     if scale is not None:  # a scale of 0 drops what may be infinite; NaN stays
         dropped = (scale == 0) & ~log_ratio.isnan()
         value = torch.where(dropped, 0.0, scale * value)
-        d_ratio, d_direct = (x if x is None else torch.where(dropped, 0.0, scale * x) for x in (d_ratio, d_direct))
+        grad_log_ratio, grad_logp = (
+            x if x is None else torch.where(dropped, 0.0, scale * x) for x in (grad_log_ratio, grad_logp)
+        )
     kl = None
     if rules.has_kl and tokens.ref is not None:
         estimate = kl_estimate(c, logp, tokens.ref)
@@ -62,20 +66,20 @@ def evaluate(tokens: Tokens, logp: Tensor, entropy: Tensor) -> Objective:
             kl, d_kl, still = times_ratio(estimate, ratio.value, ratio.clamped, shared=shared)
             if shared and c.beta != 0.0:
                 moving = torch.where(still, 0.0, c.beta * kl)
-                d_ratio = moving if d_ratio is None else d_ratio + moving
+                grad_log_ratio = moving if grad_log_ratio is None else grad_log_ratio + moving
         if c.beta != 0.0:
             value = value + c.beta * kl
-            d_direct = c.beta * d_kl if d_direct is None else d_direct + c.beta * d_kl
+            grad_logp = c.beta * d_kl if grad_logp is None else grad_logp + c.beta * d_kl
     dlogp, left_out = None, tokens.dloss_direct.logical_not()
-    if d_ratio is not None:
+    if grad_log_ratio is not None:
         if dlog_ratio_dlogp is not None and shares_ratio(c.importance_sampling_level):
-            total = tokens.sequences.sum(weighted(tokens.dloss_direct, d_ratio, left_out))
+            total = tokens.sequences.sum(weighted(tokens.dloss_direct, grad_log_ratio, left_out))
             dlogp = dlog_ratio_dlogp * tokens.sequences.to_tokens(total)
         else:
             same = tokens.dloss_via_ratio is tokens.dloss_direct
-            dlogp = weighted(tokens.dloss_via_ratio, d_ratio, left_out if same else None)
-    if d_direct is not None:
-        direct = weighted(tokens.dloss_direct, d_direct, left_out)
+            dlogp = weighted(tokens.dloss_via_ratio, grad_log_ratio, left_out if same else None)
+    if grad_logp is not None:
+        direct = weighted(tokens.dloss_direct, grad_logp, left_out)
         dlogp = direct if dlogp is None else dlogp + direct
     assert dlogp is not None
     return Objective(log_ratio, value, kl, dlogp, left_out)

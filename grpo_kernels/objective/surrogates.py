@@ -1,7 +1,7 @@
 """The policy term of a token and its derivatives. A surrogate is a function and a row of SURROGATE_RULES.
 
-    d_ratio  = d value / d x        at fixed logp       x: the log-ratio of the token or of its sequence, r = e^x
-    d_direct = d value / d logp     at fixed x
+    grad_log_ratio = d value / d x        at fixed logp       x: the log-ratio of the token or its sequence, r = e^x
+    grad_logp      = d value / d logp     at fixed x
 
 Sources of the formulas: reference.py.
 """
@@ -36,8 +36,8 @@ class Term(NamedTuple):
     """A surrogate's value and its two partial derivatives, (N,) each; None: 0 everywhere."""
 
     value: Tensor
-    d_ratio: Tensor | None = None
-    d_direct: Tensor | None = None
+    grad_log_ratio: Tensor | None = None
+    grad_logp: Tensor | None = None
 
 
 def clip(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
@@ -46,24 +46,27 @@ def clip(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     first, second = bounded * minus_A, r.clamp(1 - c.epsilon_low, 1 + c.epsilon_high) * minus_A
     value = torch.maximum(first, second)
     if c.delta is None:  # within the clip range both are the same
-        still, d_ratio = (first < second) | ratio.clamped, first
+        still, grad_log_ratio = (first < second) | ratio.clamped, first
     else:
         inside = (r >= 1 - c.epsilon_low) & (r <= 1 + c.epsilon_high)
-        still, d_ratio = ~torch.where(first >= second, r <= c.delta, inside) & ~r.isnan() | ratio.clamped, r * minus_A
+        still, grad_log_ratio = (
+            ~torch.where(first >= second, r <= c.delta, inside) & ~r.isnan() | ratio.clamped,
+            r * minus_A,
+        )
     if c.dual_clip is not None:
         bound = torch.where(A < 0, c.dual_clip * minus_A, torch.inf)
         still = still | (value > bound)
         value = torch.minimum(value, bound)
-    return Term(value, d_ratio.masked_fill_(still, 0.0))
+    return Term(value, grad_log_ratio.masked_fill_(still, 0.0))
 
 
 def _weighted_logp(weight: Tensor | None, logp: Tensor, A: Tensor, drop: Tensor | None = None) -> Term:
     """Returns the term -weight A logp. Its weight is a constant: all gradient goes through logp."""
-    d_direct = torch.where(logp.isnan(), torch.nan, -A) if weight is None else -weight * A
-    value = d_direct * logp
+    grad_logp = torch.where(logp.isnan(), torch.nan, -A) if weight is None else -weight * A
+    value = grad_logp * logp
     if drop is not None:
-        value, d_direct = torch.where(drop, 0.0, value), torch.where(drop, 0.0, d_direct)
-    return Term(value, None, d_direct)
+        value, grad_logp = torch.where(drop, 0.0, value), torch.where(drop, 0.0, grad_logp)
+    return Term(value, None, grad_logp)
 
 
 def cispo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
@@ -93,8 +96,8 @@ def sapo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
     r = ratio.value
     tau = torch.full_like(A, c.sapo_temperature_neg).masked_fill(A > 0, c.sapo_temperature_pos)
     gate = torch.sigmoid(tau * (r - 1))
-    d_ratio = torch.where(ratio.clamped, 0.0, -4 * gate * (1 - gate) * A * r)
-    return Term(-(4 / tau) * gate * A, d_ratio)
+    grad_log_ratio = torch.where(ratio.clamped, 0.0, -4 * gate * (1 - gate) * A * r)
+    return Term(-(4 / tau) * gate * A, grad_log_ratio)
 
 
 def gmpo(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor) -> Term:
@@ -107,7 +110,7 @@ def _trust_region(c: LossConfig, ratio: Ratio, logp: Tensor, A: Tensor, drop: Te
     quadratic, d_quadratic = tau * x * x, 2 * tau * x
     if c.ratio_cap is not None:
         term = _weighted_logp(ratio.value.clamp(max=c.ratio_cap), logp, A, drop)
-        return Term(term.value + quadratic, d_quadratic, term.d_direct)
+        return Term(term.value + quadratic, d_quadratic, term.grad_logp)
     value = torch.where(drop, 0.0, -ratio.value * A)
     return Term(value + quadratic, torch.where(ratio.clamped, 0.0, value) + d_quadratic)
 

@@ -134,7 +134,7 @@ def weighted(weight, x):
 
 
 @triton.jit
-def evaluate(at, live, logp, advantage, direct, via_ratio, old, ref, scale, p, VARIANT: tl.constexpr):
+def evaluate(at, live, logp, advantage, dloss_direct, dloss_via_ratio, old, ref, scale, p, VARIANT: tl.constexpr):
     SURROGATE: tl.constexpr = VARIANT.surrogate
     A = tl.load(advantage + at, mask=live, other=0.0)
     x = logp - logp
@@ -143,43 +143,43 @@ def evaluate(at, live, logp, advantage, direct, via_ratio, old, ref, scale, p, V
     bound = tl.where(p.log_ratio_clamp < MAX_EXPONENT, p.log_ratio_clamp, MAX_EXPONENT)
     exponent = clamp(x, -p.log_ratio_clamp, bound)
     r, clamped = tl.exp(exponent), (x < -p.log_ratio_clamp) | (x > bound)
-    d_ratio, d_direct = tl.zeros_like(A), tl.zeros_like(A)
+    grad_log_ratio, grad_logp = tl.zeros_like(A), tl.zeros_like(A)
     if SURROGATE == "clip":
-        value, d_ratio = clip(p, r, clamped, A)
+        value, grad_log_ratio = clip(p, r, clamped, A)
     elif SURROGATE == "sapo":
-        value, d_ratio = sapo(p, r, clamped, A)
+        value, grad_log_ratio = sapo(p, r, clamped, A)
     else:
-        value, d_direct = weighted_logp(p, r, logp, A, SURROGATE)
+        value, grad_logp = weighted_logp(p, r, logp, A, SURROGATE)
     if scale is not None:
         factor = tl.load(scale + at, mask=live, other=0.0)
         drop = (factor == 0.0) & (x == x)
-        value, d_ratio = tl.where(drop, 0.0, factor * value), tl.where(drop, 0.0, factor * d_ratio)
-        d_direct = tl.where(drop, 0.0, factor * d_direct)
+        value, grad_log_ratio = tl.where(drop, 0.0, factor * value), tl.where(drop, 0.0, factor * grad_log_ratio)
+        grad_logp = tl.where(drop, 0.0, factor * grad_logp)
     kl = tl.zeros_like(A)
     KL: tl.constexpr = VARIANT.kl
     if KL != "none":
         kl, d_kl = kl_estimate(p, logp, tl.load(ref + at, mask=live, other=0.0), KL)
         penalised = p.beta != 0.0
         value += tl.where(penalised, p.beta * kl, 0.0)
-        d_direct += tl.where(penalised, p.beta * d_kl, 0.0)
-    weight = tl.load(direct + at, mask=live, other=0.0)
-    dlogp = weighted(tl.load(via_ratio + at, mask=live, other=0.0), d_ratio) + weighted(weight, d_direct)
+        grad_logp += tl.where(penalised, p.beta * d_kl, 0.0)
+    weight = tl.load(dloss_direct + at, mask=live, other=0.0)
+    dlogp = weighted(tl.load(dloss_via_ratio + at, mask=live, other=0.0), grad_log_ratio) + weighted(weight, grad_logp)
     return Token(x, r, value, kl, weighted(weight, value), dlogp, A)
 
 
-_PER_TOKEN = ["logp", "dlogp", "advantage", "direct", "via_ratio", "old", "ref", "scale"]
+_PER_TOKEN = ["logp", "dlogp", "advantage", "dloss_direct", "dloss_via_ratio", "old", "ref", "scale"]
 
 
 @triton.jit(do_not_specialize=["token_index", "first_token", "count", *_PER_TOKEN])
 def token_kernel(
-    token_index, first_token, count, logp, dlogp, advantage, direct, via_ratio, old, ref, scale, p,
+    token_index, first_token, count, logp, dlogp, advantage, dloss_direct, dloss_via_ratio, old, ref, scale, p,
     VARIANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = rows < count
     at = tokens_of(rows, token_index, first_token, live)
     known = tl.load(logp + at, mask=live, other=0.0)
-    token = evaluate(at, live, known, advantage, direct, via_ratio, old, ref, scale, p, VARIANT)
+    token = evaluate(at, live, known, advantage, dloss_direct, dloss_via_ratio, old, ref, scale, p, VARIANT)
     tl.store(dlogp + at, token.dlogp, mask=live)
 
 
@@ -246,8 +246,8 @@ _PER_BATCH = ["offsets", "count", "scored", "entropy", "rollout", "rollout_weigh
 @triton.jit(do_not_specialize=[*_PER_BATCH, *_PER_TOKEN])
 def sequence_kernel(
     offsets, count, scored, entropy, rollout, rollout_weight, group_index, num_groups, numbers, exact, counter,
-    logp, dlogp, advantage, direct, via_ratio, old, ref, scale, p, VARIANT: tl.constexpr, SEQUENCES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logp, dlogp, advantage, dloss_direct, dloss_via_ratio, old, ref, scale, p, VARIANT: tl.constexpr,
+    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores for each sequence a row of COLUMNS in float64 and in float32, and in float64 the least and largest ratio
     and the largest mismatch."""
@@ -262,7 +262,7 @@ def sequence_kernel(
         at = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
         inside = at < stop[:, None]
         known = tl.load(logp + at, mask=inside, other=0.0)
-        token = evaluate(at, inside, known, advantage, direct, via_ratio, old, ref, scale, p, VARIANT)
+        token = evaluate(at, inside, known, advantage, dloss_direct, dloss_via_ratio, old, ref, scale, p, VARIANT)
         tl.store(dlogp + at, token.dlogp, mask=inside)
 
         on = inside
