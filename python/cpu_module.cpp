@@ -12,8 +12,8 @@ void take(Arguments& given, gk::SparseRows& a) {
     given.read(a.ids, a.values, a.counts, a.capacity, a.theta, a.first_id);
 }
 void take(Arguments& given, gk::AllowedIdArgs& a) {
-    given.read(a.mask_ids, a.wide, a.mask_count, a.ends, a.sampled, a.own_first, a.own_count, a.vocab, a.token_of,
-               a.rows, a.slots, a.ids, a.pair_tokens, a.columns, a.added);
+    given.read(a.mask_ids, a.int64_ids, a.mask_count, a.ends, a.sampled, a.local_first, a.local_count, a.vocab,
+               a.token_of, a.rows, a.slots, a.ids, a.pair_tokens, a.columns, a.added);
 }
 void take(Arguments& given, gk::GatheredArgs& a) {
     given.read(a.hidden, a.hidden_row_stride, a.weight, a.dtype, a.weight_row_stride, a.width, a.bias, a.token_of,

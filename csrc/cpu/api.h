@@ -43,12 +43,12 @@ struct AllowedIdArgs {
     const int64_t* sampled;
     RowTokens token_of;
     int64_t mask_count, rows, slots, vocab;
-    int64_t own_first, own_count;  // ids that are rows of the weight
-    int32_t* ids;                  // (rows, slots)
-    int32_t* pair_tokens;          // (rows, slots)
-    int64_t* columns;              // (tokens,)
-    bool* added;                   // (rows,)
-    bool wide;                     // the ids of the mask are int64
+    int64_t local_first, local_count;  // ids that are rows of the weight
+    int32_t* ids;                      // (rows, slots)
+    int32_t* pair_tokens;              // (rows, slots)
+    int64_t* columns;                  // (tokens,)
+    bool* added;                       // (rows,)
+    bool int64_ids;                    // the ids of the mask are int64
 };
 void allowed_ids(const AllowedIdArgs& args, int threads);
 

@@ -111,10 +111,10 @@ static void weighted_sum(int64_t count, const RowOf& row_of, const FactorOf& fac
                                                               add_rows<Type, 4>};
     if (count == 0) __builtin_memset(sum, 0, width * sizeof *sum);
     for (int64_t k = 0; k < count; k += kRows) {
-        const int64_t here = count - k < kRows ? count - k : kRows;
+        const int64_t num_rows = count - k < kRows ? count - k : kRows;
         float factors[kRows];
-        for (int q = 0; q < here; q++) factors[q] = factor_of(k + q);
-        kAddRows[here - 1](group_at<Type>(k, count, row_of), factors, width, k == 0, sum);
+        for (int q = 0; q < num_rows; q++) factors[q] = factor_of(k + q);
+        kAddRows[num_rows - 1](group_at<Type>(k, count, row_of), factors, width, k == 0, sum);
     }
 }
 

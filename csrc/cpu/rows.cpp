@@ -90,11 +90,12 @@ static void store_sampled(const RowGradient& gradient, char* out) {
 
 // From the statistics of the token.
 template <int32_t kDivergence>
-static void row_gradient(const RowArgs& args, const TeacherArgs& given, int64_t i, Buffers& buffers, Buffers& others) {
+static void row_gradient(const RowArgs& args, const TeacherArgs& teacher_args, int64_t i, Buffers& buffers,
+                         Buffers& others) {
     constexpr bool kHasTeacher = kDivergence != kNoTeacher;
     const int64_t token = args.token_of[i];
     char* out = static_cast<char*>(args.grad) + i * args.grad_stride * element_size(args.grad_dtype);
-    const float weight = kHasTeacher ? given.weight[token] : 0.f, temperature = args.temperature[token];
+    const float weight = kHasTeacher ? teacher_args.weight[token] : 0.f, temperature = args.temperature[token];
     if (args.dlogp[token] == 0.f && args.dentropy[token] == 0.f && weight == 0.f) {
         __builtin_memset(out, 0, args.vocab * element_size(args.grad_dtype));
         return;
@@ -104,10 +105,10 @@ static void row_gradient(const RowArgs& args, const TeacherArgs& given, int64_t 
     const int column = gradient.sampled.column;
     Teacher teacher = {row, gradient.policy, 0.f, 0.f, 0.f};
     if (kHasTeacher) {
-        const Row other = make_row(given, i, args.vocab, temperature);
-        const Shift of = make_shift(other.scales, given.lse[token]);
-        teacher = {other, Distribution(of, other.scales), given.beta, static_cast<float>(weight * row.scales.dz_du),
-                   given.policy_kl[token]};
+        const Row other = make_row(teacher_args, i, args.vocab, temperature);
+        const Shift teacher_shift = make_shift(other.scales, teacher_args.lse[token]);
+        teacher = {other, Distribution(teacher_shift, other.scales), teacher_args.beta,
+                   static_cast<float>(weight * row.scales.dz_du), teacher_args.policy_kl[token]};
         const Float y1 = splat(static_cast<float>(gradient.sampled.y));
         const Float y2 = splat(static_cast<float>(sampled_of(other, column).y));
         gradient.du_id +=
@@ -122,21 +123,22 @@ static void row_gradient(const RowArgs& args, const TeacherArgs& given, int64_t 
 }
 
 // ---- kernels over rows [first, last) --------------------------------------------------------------------------------
-static void stats_rows(const RowArgs& args, const TeacherArgs& given, int64_t first, int64_t last) {
+static void stats_rows(const RowArgs& args, const TeacherArgs& teacher_args, int64_t first, int64_t last) {
     Buffers buffers, others;
-    with_divergence(given, [&](auto kind) {
+    with_divergence(teacher_args, [&](auto kind) {
         for (int64_t i = first; i < last; i++) {
             const int64_t token = args.token_of[i];
             const Row row = make_row(args, i, args.vocab, args.temperature[token]);
-            const Statistics found = row_statistics(row, sampled_column(args, token), buffers);
-            write_statistics(args, token, found);
-            if (!given.logits) continue;
-            const Row other = make_row(given, i, args.vocab, args.temperature[token]);
-            const Statistics of = row_statistics(other, -1, others);
-            given.lse[token] = of.lse;
-            const Distribution policy({found.top, found.log_sum}, row.scales), q({of.top, of.log_sum}, other.scales);
-            store_divergence<decltype(kind)::kDivergence>(given, token, row, policy, buffers,
-                                                          {other, q, given.beta, 0.f, 0.f}, others);
+            const Statistics policy_stats = row_statistics(row, sampled_column(args, token), buffers);
+            write_statistics(args, token, policy_stats);
+            if (!teacher_args.logits) continue;
+            const Row other = make_row(teacher_args, i, args.vocab, args.temperature[token]);
+            const Statistics teacher_stats = row_statistics(other, -1, others);
+            teacher_args.lse[token] = teacher_stats.lse;
+            const Distribution policy({policy_stats.top, policy_stats.log_sum}, row.scales),
+                q({teacher_stats.top, teacher_stats.log_sum}, other.scales);
+            store_divergence<decltype(kind)::kDivergence>(teacher_args, token, row, policy, buffers,
+                                                          {other, q, teacher_args.beta, 0.f, 0.f}, others);
         }
     });
 }

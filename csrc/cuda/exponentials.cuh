@@ -27,8 +27,8 @@ struct Rest {
 // ---- one thread per row, when the row's other exponentials have been written ----------------------------------------
 // `total` is the sum that belongs to the exponentials; others: 1 - p of the sampled id, times its slope.
 GK_DEVICE void write_scales(const ExponentialLaunch& launch, int64_t row, const ExactScales& scales,
-                            const Statistics& found, double total, double others) {
-    write_statistics(launch.rows, launch.rows.token_of[row], found);
+                            const Statistics& stats, double total, double others) {
+    write_statistics(launch.rows, launch.rows.token_of[row], stats);
     launch.scales.row_scale[row] = static_cast<float>(scales.dz_du / total);
     launch.scales.sampled[row] = static_cast<float>(scales.dz_du * others);
 }
@@ -42,15 +42,15 @@ GK_DEVICE void finish_row(const ExponentialLaunch& launch, int64_t row, const Re
         return;
     }
     const ExactScales scales(args.params, args.temperature[args.token_of[row]]);
-    Statistics found;
-    found.top = sampled.y;
-    found.log_sum = log1p(rest.exps);
-    if (column < 0 || sampled.y == infinity()) found.log_sum = not_a_number();
-    found.lse = sampled.y * scales.to_z + found.log_sum;
-    found.logp = static_cast<float>(-found.log_sum);
-    found.entropy = static_cast<float>(found.log_sum - kLn2 * (rest.moment / (1.0 + rest.exps)));
+    Statistics stats;
+    stats.top = sampled.y;
+    stats.log_sum = log1p(rest.exps);
+    if (column < 0 || sampled.y == infinity()) stats.log_sum = not_a_number();
+    stats.lse = sampled.y * scales.to_z + stats.log_sum;
+    stats.logp = static_cast<float>(-stats.log_sum);
+    stats.entropy = static_cast<float>(stats.log_sum - kLn2 * (rest.moment / (1.0 + rest.exps)));
     const double total = 1.0 + rest.exps;
-    write_scales(launch, row, scales, found, total, column >= 0 ? rest.exps / total * sampled.slope : 0.0);
+    write_scales(launch, row, scales, stats, total, column >= 0 ? rest.exps / total * sampled.slope : 0.0);
 }
 
 // ---- from logits ----------------------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ GK_DEVICE void repair_row(const ExponentialLaunch& launch, int64_t row) {
     const Logit sampled = logit_of(launch, row, id);
     if (thread_index() > 0) return;
     const ExactScales scales(args.params, args.temperature[token]);
-    const Statistics found = make_statistics(sums, scales, {id, sampled.y, sampled.slope});
-    write_scales(launch, row, scales, found, sums.exps, -expm1f(found.logp) * sampled.slope);
+    const Statistics stats = make_statistics(sums, scales, {id, sampled.y, sampled.slope});
+    write_scales(launch, row, scales, stats, sums.exps, -expm1f(stats.logp) * sampled.slope);
 }
 
 GK_DEVICE void repair_rows(const ExponentialLaunch& launch) {
