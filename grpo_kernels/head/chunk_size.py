@@ -30,8 +30,8 @@ class GpuChunk(NamedTuple):
     """How many rows of a chunk a GPU takes."""
 
     most_bytes: int
-    fewest_rows: int  # as far as the bytes allow; twice as many at most
-    frozen_rows: int  # the same without dweight, which each chunk reads and writes
+    fewest_rows: int  # at least so many where the bytes allow it, and at most twice as many
+    frozen_rows: int  # fewest_rows of a head without dweight, which each chunk would read and write
     step: int  # rows that thread blocks compute together
 
 
@@ -44,7 +44,9 @@ _GPU_CHUNKS = {
     "statistics": GpuChunk(2**26, 2**31, 2**31, 2 * TILE_ROWS),
 }
 
-STATISTICS_BYTES = 24  # of a row: in each part of the vocabulary, at most one per multiprocessor, and once more
+# Bytes of a row's statistics. A fused product stores them once for each part of the vocabulary, at most one part per
+# multiprocessor, and once for the whole.
+STATISTICS_BYTES = 24
 
 
 def select_rows(index: Tensor | None, num_tokens: int) -> Rows:
@@ -157,8 +159,8 @@ def rows_of_chunk(
     def waves(rows: int) -> int:
         full, rest = divmod(num_tokens, rows)
         blocks = (-(-n // TILE_ROWS) * columns for n in (rows, rest))
-        of_full, of_rest = (-(-n // multiprocessors) for n in blocks)
-        return full * of_full + of_rest
+        waves_per_chunk, waves_of_rest = (-(-n // multiprocessors) for n in blocks)
+        return full * waves_per_chunk + waves_of_rest
 
     rows = min(range(first, last + 1, step), key=waves) if multiprocessors else first
     return max(1, min(rows, num_tokens))

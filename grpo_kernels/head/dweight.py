@@ -46,7 +46,7 @@ class WeightGradient:
             add_product(self.total, dlogits.T, h)
 
     def add_pairs(self, dlogits: Tensor, hidden: Tensor, pairs: TokenIdPairs) -> None:
-        """Adds pairs of a token and an id: dlogits (M,), hidden (N, H)."""
+        """Adds the products of pairs of a token and an id: dlogits (M,) of the pairs, hidden (N, H)."""
         first, total = self._total_to_write()
         self.backend.gathered_dweight(dlogits, hidden, pairs, total, add=not first)
 

@@ -230,8 +230,8 @@ def exact_z(u: Tensor, temperature: Tensor, params: PolicyTransform | TeacherTra
     """Returns `transformed` in float64, of logits (C, K) that include their bias.
 
     Kernels add the bias, and round the scale, in the type of the logits u, and their log-sum-exp contains that
-    rounding. With another rounding here the probability of an id that is nearly certain would be off by it: 1e-3 at
-    logits of 1e4.
+    rounding. With another rounding here the probability of an id that is nearly certain would be wrong by that
+    much: 1e-3 at logits of 1e4.
     """
     params = params._replace(logit_scale=round_float(params.logit_scale, u.dtype))
     return transformed(u.double(), None, temperature, params)

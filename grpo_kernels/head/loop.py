@@ -1,4 +1,6 @@
-"""The loop over chunks of tokens: what stands between the two halves of the head is a loss.
+"""The loop over chunks of tokens: logits and log-probabilities, the loss of them, the gradients of the lm_head.
+
+At the right the operations of the products, with N tokens, H hidden dimensions, a vocabulary of V:
 
     for chunk in chunks:                       a loss of single tokens, or of whole sequences that fit a chunk: 6 NHV
         chunk.forward()                        logits and statistics | one fused product | gathered ids | given logits
@@ -34,8 +36,10 @@ Head = LMHead | GivenLogits | GatheredLogits
 
 
 class Loss(Protocol):
-    needs_sequences: bool
-    needs_batch: bool
+    """What the loop calls once the statistics of a chunk's tokens are known."""
+
+    needs_sequences: bool  # gradients need all tokens of a sequence
+    needs_batch: bool  # of the batch
 
     def __call__(self, rows: Rows, sequences: slice | None = None) -> tuple[Tensor, Tensor]: ...
 
@@ -140,13 +144,13 @@ class TokenBatch:
             if number >= 0:
                 head, transform = teacher.heads.heads[number], PolicyTransform(*teacher.heads.transforms[number][2:])
                 rows = select_rows(tokens, len(self.ids))
-                own, count = teacher.heads.rows(rows), head.num_tokens
+                teacher_rows, count = teacher.heads.rows(rows), head.num_tokens
                 temperature = torch.ones(count, dtype=self.temperature.dtype, device=self.temperature.device)
-                own.put(temperature, rows.take(self.temperature))
+                teacher_rows.put(temperature, rows.take(self.temperature))
                 stats = Statistics.zeros(count, temperature.device, temperature.dtype)
                 ids = torch.zeros(count, dtype=torch.int64, device=temperature.device)
-                TokenBatch(head, ids, temperature, transform, stats).forward(own.index, entropy=False)
-                rows.put(teacher.stats.lse, own.take(stats.lse))
+                TokenBatch(head, ids, temperature, transform, stats).forward(teacher_rows.index, entropy=False)
+                rows.put(teacher.stats.lse, teacher_rows.take(stats.lse))
                 head.free()
 
     def forward(self, index: Tensor | None, *, entropy: bool = True) -> None:

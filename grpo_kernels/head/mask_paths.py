@@ -144,7 +144,8 @@ def empty_matrices(matrices: Sequence[tuple[Rows, int]], dtype: torch.dtype, dev
 
 
 class GatheredMatrix(Rows):
-    """The tokens of a matrix, with its ids and logits, and the logits of a teacher that has the same ids."""
+    """Tokens with similar numbers of ids, as one chunk: their ids and logits (C, K), and the logits of a teacher that
+    has the same ids."""
 
     teacher_logits: Tensor | None = None
 

@@ -30,7 +30,7 @@ def uses_custom_op(hidden: Tensor, *eager_only: object) -> bool:
 
 
 def refuse_when_traced(hidden: Tensor, name: str, value: object) -> None:
-    """Raises where an argument is given to a call that is recorded, which would go on without it."""
+    """Raises ValueError for an argument that a recorded call would ignore."""
     if value is not None and _has_tracer(hidden):
         raise ValueError(f"{name} is given to a call that is traced or compiled; it needs an eager one")
 
@@ -54,13 +54,13 @@ def hide_from_dispatch_modes(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def unseen(*args: Any, **kwargs: Any) -> Any:
+    def call_without_modes(*args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_dispatch_stack() == 0:
             return function(*args, **kwargs)
         with dispatch._disable_current_modes():
             return function(*args, **kwargs)
 
-    return unseen  # type: ignore[return-value]
+    return call_without_modes  # type: ignore[return-value]
 
 
 def is_capturing(device: torch.device) -> bool:

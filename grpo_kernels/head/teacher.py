@@ -141,10 +141,10 @@ class TeacherHead:
     def beside(self, head: Any, rows: Rows, number: int) -> TeacherLogits:
         """Returns the logits of teacher `number` for the rows whose logits `head`, an LMHead, has just computed."""
         assert self.heads is not None
-        own, out = self.heads.heads[number], head.scratch.teacher_logits(rows.count)
+        teacher_head, out = self.heads.heads[number], head.scratch.teacher_logits(rows.count)
         per_token = self.weight, self.divergence, self.policy_kl, self.lse
-        logits = own.logits(self.heads.rows(rows), out)
-        return TeacherLogits(logits, own.folded_bias, self.heads.transforms[number], *per_token)
+        logits = teacher_head.logits(self.heads.rows(rows), out)
+        return TeacherLogits(logits, teacher_head.folded_bias, self.heads.transforms[number], *per_token)
 
     def after_statistics(self, chunk: LogitChunk, backend: Backend, number: int = 0) -> None:
         """Replaces the divergence of a slice of the vocabulary by that of all ranks; does nothing without slices."""

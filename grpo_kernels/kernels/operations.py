@@ -174,8 +174,9 @@ class HeadChunk(NamedTuple):
 
 
 class RowScales(NamedTuple):
-    """What makes rows of exponentials E, 0 at the sampled ids, d loss / d logits: -dlogp * row_scale * E, and at the
-    sampled id dlogp * sampled. Its entry, as large as all others together, is not rounded with them."""
+    """The factors that turn rows of exponentials E, which are 0 at the sampled ids, into d loss / d logits: it is
+    -dlogp * row_scale * E, and dlogp * sampled at the sampled id. That entry is as large as all others together, and
+    stays in float32."""
 
     row_scale: Tensor  # (C,) float32
     sampled: Tensor  # (C,) float32; 0 where there is no sampled id
@@ -266,7 +267,7 @@ def _always(device: torch.device) -> str:
 @dataclass(frozen=True)
 class Backend:
     """The operations of one backend. What it lacks it has from another table by `dataclasses.replace`; operations that
-    may be None are ways that head/ takes where they are there.
+    may be None are faster paths, which head/ takes where a backend has them.
 
     statistics(chunk: LogitChunk): writes logp, lse and entropy; with a teacher its divergence, policy_kl and lse.
     gradient(chunk: LogitChunk, dlogp (N,), dentropy (N,), out (C, V)): writes d loss / d logits, from d loss / d logp,
