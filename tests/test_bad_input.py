@@ -49,11 +49,11 @@ def refuses(function, given: dict, error: type, *words: str) -> None:
         assert x.device.type == "meta" or torch.equal(x, values) or values.isnan().any()
 
 
-def changed(**changes) -> dict:
+def with_changes(**changes) -> dict:
     return arguments() | changes
 
 
-def spoiled(shape: tuple[int, ...], value: float, *where: int) -> torch.Tensor:
+def corrupted(shape: tuple[int, ...], value: float, *where: int) -> torch.Tensor:
     """Ones with `value` at one place."""
     x = torch.ones(shape)
     x[where] = value
@@ -68,11 +68,11 @@ TWO_IDS, TWO_LOGPS = torch.tensor([4, 7]).expand(4, 6, 2), torch.full((4, 6, 2),
 
 
 def into(total, weight=W24, **changes) -> dict:
-    return changed(accumulate_into=total, lm_head_weight=weight, **changes)
+    return with_changes(accumulate_into=total, lm_head_weight=weight, **changes)
 
 
 def with_teacher(teacher, **changes) -> dict:
-    return changed(**{"teacher": teacher, "config": gk.GRPOConfig(distill_coef=0.7)} | changes)
+    return with_changes(**{"teacher": teacher, "config": gk.GRPOConfig(distill_coef=0.7)} | changes)
 
 
 def top_k(ids=TWO_IDS, logps=TWO_LOGPS, mode="tail") -> gk.TopKTeacher:
@@ -82,73 +82,73 @@ def top_k(ids=TWO_IDS, logps=TWO_LOGPS, mode="tail") -> gk.TopKTeacher:
 FOREIGN = type("GRPOConfig", (), {"__module__": "trl.trainer.grpo_config"})()
 CASES = {
     # shapes
-    "hidden 1-D": (lambda: changed(hidden=torch.rand(24)), ValueError, "hidden", "(24,)", "(B, T, H) or packed (N, H)"),
-    "weight width": (lambda: changed(lm_head_weight=torch.rand(67, 23)), ValueError, "lm_head_weight", "(67, 23)", "(V, 24)"),
-    "weight empty": (lambda: changed(lm_head_weight=torch.rand(0, 24)), ValueError, "lm_head_weight", "(0, 24)", "V >= 1"),
-    "bias": (lambda: changed(lm_head_bias=torch.rand(66)), ValueError, "lm_head_bias", "(66,)", "(67,)"),
-    "ids": (lambda: changed(completion_ids=torch.zeros(4, 7).long()), ValueError, "completion_ids", "(4, 7)", "(4, 6)"),
-    "ids shifted": (lambda: changed(hidden=torch.rand(4, 7, 24)), ValueError, "completion_ids", "(4, 6)", "(4, 7)", "[:, :-1]"),
-    "rewards": (lambda: changed(advantages=None, rewards=torch.rand(5), num_generations=1), ValueError, "rewards", "(5,)", "(4,)"),
+    "hidden 1-D": (lambda: with_changes(hidden=torch.rand(24)), ValueError, "hidden", "(24,)", "(B, T, H) or packed (N, H)"),
+    "weight width": (lambda: with_changes(lm_head_weight=torch.rand(67, 23)), ValueError, "lm_head_weight", "(67, 23)", "(V, 24)"),
+    "weight empty": (lambda: with_changes(lm_head_weight=torch.rand(0, 24)), ValueError, "lm_head_weight", "(0, 24)", "V >= 1"),
+    "bias": (lambda: with_changes(lm_head_bias=torch.rand(66)), ValueError, "lm_head_bias", "(66,)", "(67,)"),
+    "ids": (lambda: with_changes(completion_ids=torch.zeros(4, 7).long()), ValueError, "completion_ids", "(4, 7)", "(4, 6)"),
+    "ids shifted": (lambda: with_changes(hidden=torch.rand(4, 7, 24)), ValueError, "completion_ids", "(4, 6)", "(4, 7)", "[:, :-1]"),
+    "rewards": (lambda: with_changes(advantages=None, rewards=torch.rand(5), num_generations=1), ValueError, "rewards", "(5,)", "(4,)"),
     # types
-    "weight dtype": (lambda: changed(lm_head_weight=torch.rand(67, 24).to(half)), TypeError, "lm_head_weight", "bfloat16", "float32"),
-    "bias dtype": (lambda: changed(lm_head_bias=torch.rand(67).double()), TypeError, "lm_head_bias", "float64", "float32"),
-    "normalizer text": (lambda: changed(normalizer="4"), TypeError, "normalizer", "str", "number"),
-    "config dict": (lambda: changed(config={"beta": 0.1}), TypeError, "config", "dict", "GRPOConfig"),
-    "config of TRL": (lambda: changed(config=FOREIGN), TypeError, "config is a trl.trainer.grpo_config.GRPOConfig; expected a grpo_kernels", "from_trl(config)"),
+    "weight dtype": (lambda: with_changes(lm_head_weight=torch.rand(67, 24).to(half)), TypeError, "lm_head_weight", "bfloat16", "float32"),
+    "bias dtype": (lambda: with_changes(lm_head_bias=torch.rand(67).double()), TypeError, "lm_head_bias", "float64", "float32"),
+    "normalizer text": (lambda: with_changes(normalizer="4"), TypeError, "normalizer", "str", "number"),
+    "config dict": (lambda: with_changes(config={"beta": 0.1}), TypeError, "config", "dict", "GRPOConfig"),
+    "config of TRL": (lambda: with_changes(config=FOREIGN), TypeError, "config is a trl.trainer.grpo_config.GRPOConfig; expected a grpo_kernels", "from_trl(config)"),
     # devices
-    "weight elsewhere": (lambda: changed(lm_head_weight=torch.rand(67, 24, device=meta)), ValueError, "lm_head_weight", "meta", "cpu"),
-    "normalizer elsewhere": (lambda: changed(normalizer=torch.ones((), device=meta)), ValueError, "normalizer", "meta", "no values"),
+    "weight elsewhere": (lambda: with_changes(lm_head_weight=torch.rand(67, 24, device=meta)), ValueError, "lm_head_weight", "meta", "cpu"),
+    "normalizer elsewhere": (lambda: with_changes(normalizer=torch.ones((), device=meta)), ValueError, "normalizer", "meta", "no values"),
     "everything elsewhere": (lambda: {n: x.to(meta) if isinstance(x, torch.Tensor) else x for n, x in arguments().items()}, ValueError, "hidden is on the meta device"),
     # values
-    "id too large": (lambda: changed(completion_ids=torch.full((4, 6), 67)), ValueError, "completion_ids[0, 0] = 67", "0 <= id < 67"),
-    "advantage NaN": (lambda: changed(advantages=spoiled((4,), math.nan, 2)), ValueError, "advantages[2] = nan", "a finite number at every unmasked position"),
-    "old NaN": (lambda: changed(old_logps=spoiled((4, 6), math.nan, 0, 4)), ValueError, "old_logps[0, 4] = nan", "a number at every unmasked position"),
-    "advantage beyond float32": (lambda: changed(advantages=torch.tensor([0.0, 1e300, 0.0, 0.0], dtype=torch.float64)), ValueError, "advantages", "a finite number at every unmasked position, in float32"),
-    "old above 0": (lambda: changed(old_logps=spoiled((4, 6), 5.0, 1, 2) - 2), ValueError, "old_logps[1, 2] = 3.0", "at most 0 nats"),
-    "reference above 0": (lambda: changed(ref_logps=spoiled((4, 6), 5.0, 1, 2) - 2), ValueError, "ref_logps[1, 2] = 3.0", "at most 0 nats"),
-    "reference infinite": (lambda: changed(ref_logps=spoiled((4, 6), math.inf, 0, 1) - 2), ValueError, "ref_logps[0, 1] = inf", "at most 0 nats"),
-    "rollout above 0": (lambda: changed(rollout_logps=spoiled((4, 6), 5.0, 1, 2) - 2), ValueError, "rollout_logps[1, 2] = 3.0", "at most 0 nats, or NaN: unknown"),
-    "rollout infinite": (lambda: changed(rollout_logps=spoiled((4, 6), math.inf, 1, 2) - 2), ValueError, "rollout_logps[1, 2] = inf", "at most 0 nats"),
-    "rollout weight negative": (lambda: changed(rollout_weights=spoiled((4, 6), -0.5, 1, 1)), ValueError, "rollout_weights[1, 1] = -0.5", "a finite number", ">= 0"),
-    "items 0": (lambda: changed(num_items_in_batch=0), ValueError, "num_items_in_batch=0", "global number"),
-    "items 0.5": (lambda: changed(num_items_in_batch=0.5), ValueError, "num_items_in_batch=0.5; expected the global number of tokens"),
-    "items 0.5 in a tensor": (lambda: changed(num_items_in_batch=torch.tensor(0.5)), ValueError, "num_items_in_batch=0.5; expected the global number"),
-    "items beyond float32": (lambda: changed(num_items_in_batch=1e39), ValueError, "num_items_in_batch=1e+39", "a finite number >= 0, in float32"),
-    "threshold without a sampler": (lambda: {n: x for n, x in changed(config=gk.GRPOConfig(off_policy_mask_threshold=0.1)).items() if n != "old_logps"}, ValueError, "off_policy_mask_threshold", "rollout_logps or old_logps"),
-    "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number; for completions without a verdict"),
-    "reward NaN": (lambda: changed(advantages=None, rewards=spoiled((4,), math.nan, 1), num_generations=2), ValueError, "rewards[1] = nan", "pass advantages=group_advantages(rewards, ...)"),
-    "temperature that is 0 in float32": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(1e-50, dtype=torch.float64))), ValueError, "temperature=1e-50", "a finite number > 0 at every unmasked position, in float32"),
-    "normalizer that is 0 in float32": (lambda: changed(normalizer=1e-50), ValueError, "normalizer=1e-50; expected a finite number > 0, in float32"),
-    "temperature of a token": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a finite number > 0 at every unmasked position"),
-    "normalizer tensor 0": (lambda: changed(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0", "a finite number > 0"),
-    "num_items_in_batch -1": (lambda: changed(num_items_in_batch=-1), ValueError, "num_items_in_batch=-1", ">= 0"),
+    "id too large": (lambda: with_changes(completion_ids=torch.full((4, 6), 67)), ValueError, "completion_ids[0, 0] = 67", "0 <= id < 67"),
+    "advantage NaN": (lambda: with_changes(advantages=corrupted((4,), math.nan, 2)), ValueError, "advantages[2] = nan", "a finite number at every unmasked position"),
+    "old NaN": (lambda: with_changes(old_logps=corrupted((4, 6), math.nan, 0, 4)), ValueError, "old_logps[0, 4] = nan", "a number at every unmasked position"),
+    "advantage beyond float32": (lambda: with_changes(advantages=torch.tensor([0.0, 1e300, 0.0, 0.0], dtype=torch.float64)), ValueError, "advantages", "a finite number at every unmasked position, in float32"),
+    "old above 0": (lambda: with_changes(old_logps=corrupted((4, 6), 5.0, 1, 2) - 2), ValueError, "old_logps[1, 2] = 3.0", "at most 0 nats"),
+    "reference above 0": (lambda: with_changes(ref_logps=corrupted((4, 6), 5.0, 1, 2) - 2), ValueError, "ref_logps[1, 2] = 3.0", "at most 0 nats"),
+    "reference infinite": (lambda: with_changes(ref_logps=corrupted((4, 6), math.inf, 0, 1) - 2), ValueError, "ref_logps[0, 1] = inf", "at most 0 nats"),
+    "rollout above 0": (lambda: with_changes(rollout_logps=corrupted((4, 6), 5.0, 1, 2) - 2), ValueError, "rollout_logps[1, 2] = 3.0", "at most 0 nats, or NaN: unknown"),
+    "rollout infinite": (lambda: with_changes(rollout_logps=corrupted((4, 6), math.inf, 1, 2) - 2), ValueError, "rollout_logps[1, 2] = inf", "at most 0 nats"),
+    "rollout weight negative": (lambda: with_changes(rollout_weights=corrupted((4, 6), -0.5, 1, 1)), ValueError, "rollout_weights[1, 1] = -0.5", "a finite number", ">= 0"),
+    "items 0": (lambda: with_changes(num_items_in_batch=0), ValueError, "num_items_in_batch=0", "global number"),
+    "items 0.5": (lambda: with_changes(num_items_in_batch=0.5), ValueError, "num_items_in_batch=0.5; expected the global number of tokens"),
+    "items 0.5 in a tensor": (lambda: with_changes(num_items_in_batch=torch.tensor(0.5)), ValueError, "num_items_in_batch=0.5; expected the global number"),
+    "items beyond float32": (lambda: with_changes(num_items_in_batch=1e39), ValueError, "num_items_in_batch=1e+39", "a finite number >= 0, in float32"),
+    "threshold without a sampler": (lambda: {n: x for n, x in with_changes(config=gk.GRPOConfig(off_policy_mask_threshold=0.1)).items() if n != "old_logps"}, ValueError, "off_policy_mask_threshold", "rollout_logps or old_logps"),
+    "reward infinite": (lambda: with_changes(advantages=None, rewards=corrupted((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number; for completions without a verdict"),
+    "reward NaN": (lambda: with_changes(advantages=None, rewards=corrupted((4,), math.nan, 1), num_generations=2), ValueError, "rewards[1] = nan", "pass advantages=group_advantages(rewards, ...)"),
+    "temperature that is 0 in float32": (lambda: with_changes(config=gk.GRPOConfig(temperature=torch.tensor(1e-50, dtype=torch.float64))), ValueError, "temperature=1e-50", "a finite number > 0 at every unmasked position, in float32"),
+    "normalizer that is 0 in float32": (lambda: with_changes(normalizer=1e-50), ValueError, "normalizer=1e-50; expected a finite number > 0, in float32"),
+    "temperature of a token": (lambda: with_changes(config=gk.GRPOConfig(temperature=corrupted((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a finite number > 0 at every unmasked position"),
+    "normalizer tensor 0": (lambda: with_changes(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0", "a finite number > 0"),
+    "num_items_in_batch -1": (lambda: with_changes(num_items_in_batch=-1), ValueError, "num_items_in_batch=-1", ">= 0"),
     # combinations
-    "both": (lambda: changed(rewards=torch.rand(4), num_generations=2), ValueError, "advantages", "rewards", "both"),
-    "neither": (lambda: changed(advantages=None), ValueError, "advantages", "rewards", "neither"),
-    "no groups": (lambda: changed(advantages=None, rewards=torch.rand(4)), ValueError, "num_generations", "group_ids", "neither"),
-    "two groupings": (lambda: changed(num_generations=2, group_ids=torch.zeros(4).long()), ValueError, "num_generations", "group_ids", "both"),
-    "indivisible": (lambda: changed(advantages=None, rewards=torch.rand(4), num_generations=3), ValueError, "num_generations=3", "4", "group_ids"),
-    "group of one": (lambda: changed(advantages=None, rewards=torch.rand(4), num_generations=1), ValueError, "group of one", "scale='group'", ">= 2"),
-    "group ids": (lambda: changed(group_ids=torch.zeros(3).long()), ValueError, "group_ids", "(3,)", "(4,)"),
-    "no reference": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
-    "KL clamp alone": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(kl_clamp=1.0)), ValueError, "kl_clamp=1.0 has no effect without ref_logps"),
-    "KL estimator alone": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(kl_estimator="k1")), ValueError, "kl_estimator='k1' has no effect without ref_logps"),
-    "KL correction alone": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(use_bias_correction_kl=True)), ValueError, "use_bias_correction_kl=True has no effect without ref_logps"),
-    "dppo without old": (lambda: changed(old_logps=None, config=gk.GRPOConfig(surrogate="dppo_tv")), ValueError, "dppo_tv", "rollout_logps", "old_logps"),
-    "two denominators": (lambda: changed(num_items_in_batch=3, normalizer=3), ValueError, "num_items_in_batch", "normalizer", "one"),
-    "num_items elsewhere": (lambda: changed(num_items_in_batch=3, config=gk.GRPOConfig(aggregation="seq_mean")), ValueError, "num_items_in_batch", "seq_mean", "normalizer"),
-    "fixed_length": (lambda: changed(config=gk.GRPOConfig(aggregation="fixed_length")), ValueError, "fixed_length", "max_completion_length", "None"),
+    "both": (lambda: with_changes(rewards=torch.rand(4), num_generations=2), ValueError, "advantages", "rewards", "both"),
+    "neither": (lambda: with_changes(advantages=None), ValueError, "advantages", "rewards", "neither"),
+    "no groups": (lambda: with_changes(advantages=None, rewards=torch.rand(4)), ValueError, "num_generations", "group_ids", "neither"),
+    "two groupings": (lambda: with_changes(num_generations=2, group_ids=torch.zeros(4).long()), ValueError, "num_generations", "group_ids", "both"),
+    "indivisible": (lambda: with_changes(advantages=None, rewards=torch.rand(4), num_generations=3), ValueError, "num_generations=3", "4", "group_ids"),
+    "group of one": (lambda: with_changes(advantages=None, rewards=torch.rand(4), num_generations=1), ValueError, "group of one", "scale='group'", ">= 2"),
+    "group ids": (lambda: with_changes(group_ids=torch.zeros(3).long()), ValueError, "group_ids", "(3,)", "(4,)"),
+    "no reference": (lambda: with_changes(ref_logps=None, config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
+    "KL clamp alone": (lambda: with_changes(ref_logps=None, config=gk.GRPOConfig(kl_clamp=1.0)), ValueError, "kl_clamp=1.0 has no effect without ref_logps"),
+    "KL estimator alone": (lambda: with_changes(ref_logps=None, config=gk.GRPOConfig(kl_estimator="k1")), ValueError, "kl_estimator='k1' has no effect without ref_logps"),
+    "KL correction alone": (lambda: with_changes(ref_logps=None, config=gk.GRPOConfig(use_bias_correction_kl=True)), ValueError, "use_bias_correction_kl=True has no effect without ref_logps"),
+    "dppo without old": (lambda: with_changes(old_logps=None, config=gk.GRPOConfig(surrogate="dppo_tv")), ValueError, "dppo_tv", "rollout_logps", "old_logps"),
+    "two denominators": (lambda: with_changes(num_items_in_batch=3, normalizer=3), ValueError, "num_items_in_batch", "normalizer", "one"),
+    "num_items elsewhere": (lambda: with_changes(num_items_in_batch=3, config=gk.GRPOConfig(aggregation="seq_mean")), ValueError, "num_items_in_batch", "seq_mean", "normalizer"),
+    "fixed_length": (lambda: with_changes(config=gk.GRPOConfig(aggregation="fixed_length")), ValueError, "fixed_length", "max_completion_length", "None"),
     **{
-        f"{aggregation}, no entropy_normalizer": (lambda options={"aggregation": aggregation, **length}: changed(normalizer=3, config=gk.GRPOConfig(entropy_coef=0.1, **options)), ValueError, f"normalizer with aggregation='{aggregation}' says nothing of the number of tokens", "give entropy_normalizer, or entropy_aggregation='loss'")
+        f"{aggregation}, no entropy_normalizer": (lambda options={"aggregation": aggregation, **length}: with_changes(normalizer=3, config=gk.GRPOConfig(entropy_coef=0.1, **options)), ValueError, f"normalizer with aggregation='{aggregation}' says nothing of the number of tokens", "give entropy_normalizer, or entropy_aggregation='loss'")
         for aggregation, length in {"seq_mean": {}, "seq_sum": {}, "fixed_length": {"max_completion_length": 6}}.items()
     },
-    "entropy_normalizer alone": (lambda: changed(entropy_normalizer=3), ValueError, "entropy_normalizer", "entropy_coef=0", "leave it out"),
-    "entropy_normalizer": (lambda: changed(entropy_normalizer=torch.tensor(0.0), config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy_normalizer=0.0", "a finite number > 0"),
-    "entropy_coef": (lambda: changed(config=gk.GRPOConfig(entropy_coef=torch.tensor(-1.0))), ValueError, "entropy_coef=-1.0", ">= 0"),
-    "backend": (lambda: changed(backend="opencl"), ValueError, "backend='opencl'", "cpu, cuda, triton, torch"),
-    "backend type": (lambda: {n: x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in changed(backend="cpu").items()}, ValueError, "backend='cpu'", "float64", "float32"),
+    "entropy_normalizer alone": (lambda: with_changes(entropy_normalizer=3), ValueError, "entropy_normalizer", "entropy_coef=0", "leave it out"),
+    "entropy_normalizer": (lambda: with_changes(entropy_normalizer=torch.tensor(0.0), config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy_normalizer=0.0", "a finite number > 0"),
+    "entropy_coef": (lambda: with_changes(config=gk.GRPOConfig(entropy_coef=torch.tensor(-1.0))), ValueError, "entropy_coef=-1.0", ">= 0"),
+    "backend": (lambda: with_changes(backend="opencl"), ValueError, "backend='opencl'", "cpu, cuda, triton, torch"),
+    "backend type": (lambda: {n: x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in with_changes(backend="cpu").items()}, ValueError, "backend='cpu'", "float64", "float32"),
     # packed
-    "cu_seqlens beside (B, T)": (lambda: changed(cu_seqlens=torch.tensor([0, 24])), ValueError, "cu_seqlens", "(B, T)"),
+    "cu_seqlens beside (B, T)": (lambda: with_changes(cu_seqlens=torch.tensor([0, 24])), ValueError, "cu_seqlens", "(B, T)"),
     "no cu_seqlens": (lambda: packed_arguments(cu_seqlens=None), ValueError, "cu_seqlens is None", "packed"),
     "cu_seqlens float": (lambda: packed_arguments(cu_seqlens=torch.tensor([0.0, 24.0])), ValueError, "cu_seqlens", "float32", "int64"),
     "cu_seqlens short": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
@@ -209,9 +209,9 @@ CONSTANTS = {
 
 def constant_arguments(name: str, x: torch.Tensor) -> dict:
     if name in OPTIONS:
-        return changed(config=gk.GRPOConfig(**{name: x}))
+        return with_changes(config=gk.GRPOConfig(**{name: x}))
     config = gk.GRPOConfig(entropy_coef=0.1 if name == "entropy_normalizer" else 0.0)
-    return changed(**{name: x, "config": config})
+    return with_changes(**{name: x, "config": config})
 
 
 @pytest.mark.parametrize("name", [*CONSTANTS, "rewards"])
@@ -220,7 +220,7 @@ def test_what_gets_no_gradient_may_not_ask_for_one(name):
     x = torch.arange(4.0) if name == "rewards" else CONSTANTS[name]
     given = partial(constant_arguments, name)
     if name == "rewards":
-        given = lambda x: changed(advantages=None, rewards=x, num_generations=2)  # noqa: E731
+        given = lambda x: with_changes(advantages=None, rewards=x, num_generations=2)  # noqa: E731
     asks = x.clone().requires_grad_()
     refuses(gk.fused_grpo_loss, given(asks), ValueError, f"{name} requires a gradient, and gets none here", "detach()")
     with torch.no_grad():
@@ -262,16 +262,16 @@ def test_the_advantage_of_a_sequence_without_tokens_is_not_looked_at(value, pack
     mask = given["completion_mask"].clone()
     mask.view(4, 6)[2] = False
     losses = [
-        gk.fused_grpo_loss(**given | {"completion_mask": mask, "advantages": spoiled((4,), x, 2)}).loss
+        gk.fused_grpo_loss(**given | {"completion_mask": mask, "advantages": corrupted((4,), x, 2)}).loss
         for x in (0.0, value)
     ]
     assert torch.equal(*losses) and losses[0].isfinite()
 
 
 def test_unknown_rollout_logps_and_unscored_completions_are_fine():
-    given = arguments() | {"rollout_logps": spoiled((4, 6), math.nan, 1, 2)}
+    given = arguments() | {"rollout_logps": corrupted((4, 6), math.nan, 1, 2)}
     assert gk.fused_grpo_loss(**given).loss.isfinite()
-    given["advantages"] = gk.group_advantages(spoiled((4,), math.nan, 2), num_generations=2)
+    given["advantages"] = gk.group_advantages(corrupted((4,), math.nan, 2), num_generations=2)
     out = gk.fused_grpo_loss(**given)
     out.loss.backward()
     assert out.advantages[2] == 0 and out.loss.isfinite() and given["hidden"].grad.isfinite().all()
@@ -305,7 +305,7 @@ LOGIT_OPTIONS = [
     (dict(entropy="yes"), TypeError, "entropy is a str", "True or False"),
     (dict(temperature=torch.ones(5)), ValueError, "temperature", "(5,)", "(4, 6)", "(4, 1)"),
     (dict(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0])), ValueError, "temperature[2, 0] = -1.0", "> 0"),
-    (dict(temperature=spoiled((4, 6), -1.0, 2, 3)), ValueError, "temperature[2, 3] = -1.0", "at every unmasked position"),
+    (dict(temperature=corrupted((4, 6), -1.0, 2, 3)), ValueError, "temperature[2, 3] = -1.0", "at every unmasked position"),
     (dict(temperature=-1.0), ValueError, "temperature=-1.0"),
     (dict(logit_softcap=0.0), ValueError, "logit_softcap=0.0"),
     (dict(logit_scale="2"), TypeError, "logit_scale", "str", "number"),
@@ -329,7 +329,7 @@ OTHERS = [
     (gk.grpo_loss_from_logps, LOGPS, [
         (PACKED_LOGPS | dict(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
         (PACKED_LOGPS, ValueError, "cu_seqlens is None", "logps is packed"),
-        (dict(advantages=None, rewards=spoiled((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "for completions without a verdict"),
+        (dict(advantages=None, rewards=corrupted((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "for completions without a verdict"),
         (dict(logps=torch.zeros(4, 6, 1), entropy=torch.zeros(4, 6)), ValueError, "logps has shape (4, 6, 1)", "(B, T) or packed (N,)"),
         (dict(logps=torch.zeros(4, 6, device=meta)), ValueError, "logps is on the meta device"),
         (dict(config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy is None", "entropy_coef"),
@@ -340,13 +340,13 @@ OTHERS = [
         (dict(logits=torch.zeros(4, 6, 0)), ValueError, "logits", "(4, 6, 0)", "V >= 1"),
         (dict(completion_ids=torch.zeros(4, 5).long()), ValueError, "completion_ids", "(4, 5)", "(4, 6)"),
         (dict(completion_ids=torch.full((4, 6), 7)), ValueError, "completion_ids[0, 0] = 7", "0 <= id < 7"),
-        (dict(ref_logps=spoiled((4, 6), math.nan, 1, 2)), ValueError, "ref_logps[1, 2] = nan", "a number"),
-        (dict(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "> 0"),
+        (dict(ref_logps=corrupted((4, 6), math.nan, 1, 2)), ValueError, "ref_logps[1, 2] = nan", "a number"),
+        (dict(config=gk.GRPOConfig(temperature=corrupted((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "> 0"),
         (dict(inplace=1), TypeError, "inplace is a int", "True or False"),
         (dict(logits=torch.zeros(4, 6, 7, requires_grad=True), inplace=True), ValueError, "inplace=True", "leaf"),
     ]),
     (gk.group_advantages, REWARDS, [
-        (dict(rewards=spoiled((6,), math.inf, 2)), ValueError, "rewards[2] = inf", "a finite number, or NaN for no verdict"),
+        (dict(rewards=corrupted((6,), math.inf, 2)), ValueError, "rewards[2] = inf", "a finite number, or NaN for no verdict"),
         (dict(rewards=[1.0]), TypeError, "rewards", "list", "torch.Tensor"),
         (dict(rewards=torch.ones(2, 2)), ValueError, "rewards", "(2, 2)", "(B,)"),
         (dict(num_generations=None, group_ids=[0, 0]), TypeError, "group_ids", "list", "torch.Tensor"),
@@ -361,7 +361,7 @@ OTHERS = [
         (dict(ddof=2), ValueError, "ddof=2", "0 or 1"),
     ]),
     (gk.process_advantages, STEPS, [
-        (dict(step_rewards=spoiled((2, 3), -math.inf, 1, 2)), ValueError, "step_rewards[1, 2] = -inf", "NaN for no verdict"),
+        (dict(step_rewards=corrupted((2, 3), -math.inf, 1, 2)), ValueError, "step_rewards[1, 2] = -inf", "NaN for no verdict"),
         (dict(step_rewards=torch.ones(2)), ValueError, "step_rewards has shape (2,)", "(B, K)"),
         (dict(step_rewards=torch.ones(2, 3).bool()), TypeError, "step_rewards", "bool", "real"),
         (dict(step_ends=[[0, 2, 4]] * 2), TypeError, "step_ends", "list", "torch.Tensor"),
@@ -393,7 +393,7 @@ OTHERS = [
         (dict(cu_seqlens=torch.tensor([0, 3]), old_logps=torch.zeros(2), rollout_logps=torch.zeros(2)), ValueError, "cu_seqlens = [0, 3]", "from 0 to 2"),
         (dict(batch_normalize=1), TypeError, "batch_normalize is a int; expected True or False"),
         (dict(batch_normalize=True, group="gloo"), TypeError, "group is a str; expected a torch.distributed.ProcessGroup"),
-        (dict(old_logps=spoiled((1, 2), math.nan, 0, 1)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
+        (dict(old_logps=corrupted((1, 2), math.nan, 0, 1)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
         (dict(rollout_logps=torch.zeros(2)), ValueError, "rollout_logps", "(2,)", "(1, 2)"),
         (dict(level="word"), ValueError, "level='word'", "token, sequence, sequence_sum"),
         (dict(mode="clip"), ValueError, "mode='clip'", "truncate, mask"),
@@ -418,7 +418,7 @@ OTHERS = [
         (dict(completion_mask=torch.ones(2)), ValueError, "completion_mask has shape (2,); expected (1, 2)"),
     ]),
     (gk.entropy_quantile, ENTROPY, [
-        (dict(entropy=spoiled((2, 3), math.nan, 1, 2)), ValueError, "entropy[1, 2] = nan", "a number"),
+        (dict(entropy=corrupted((2, 3), math.nan, 1, 2)), ValueError, "entropy[1, 2] = nan", "a number"),
         (dict(completion_mask=torch.ones(3)), ValueError, "completion_mask", "(3,)", "(2, 3)"),
         (dict(top=1.5), ValueError, "top=1.5", "in (0, 1]"),
         (dict(top=torch.ones(2)), TypeError, "top", "Tensor", "number"),
@@ -439,8 +439,8 @@ OTHERS = [
         (dict(completion_ids=torch.zeros(4, 5, 3).long()), ValueError, "completion_ids has shape (4, 5, 3); expected (4, 6) or (4, 6, K), K >= 1"),
         (dict(completion_ids=torch.zeros(4, 6, 0).long()), ValueError, "completion_ids has shape (4, 6, 0)"),
         (dict(completion_ids=torch.zeros(4, 6, 1, 1).long()), ValueError, "completion_ids has shape (4, 6, 1, 1)"),
-        (dict(completion_ids=spoiled((4, 6, 3), 67, 1, 2, 0).long()), ValueError, "completion_ids[1, 2, 0] = 67; expected 0 <= id < 67"),
-        (dict(completion_ids=spoiled((4, 6, 3), -1, 1, 2, 0).long()), ValueError, "completion_ids[1, 2, 0] = -1"),
+        (dict(completion_ids=corrupted((4, 6, 3), 67, 1, 2, 0).long()), ValueError, "completion_ids[1, 2, 0] = 67; expected 0 <= id < 67"),
+        (dict(completion_ids=corrupted((4, 6, 3), -1, 1, 2, 0).long()), ValueError, "completion_ids[1, 2, 0] = -1"),
         (dict(completion_mask=torch.ones(4, 6, 3)), ValueError, "completion_mask has shape (4, 6, 3); expected (4, 6)"),
         (dict(temperature=torch.ones(4, 6, 3)), ValueError, "temperature has shape (4, 6, 3)"),
         (dict(sparse_backward=0.1), ValueError, "sparse_backward is given with 3 completion_ids of each token"),
@@ -491,7 +491,7 @@ def test_without_the_debug_switch_no_number_is_read(monkeypatch):
     monkeypatch.setattr(validate, "checks_values", lambda device: False)
     for name in ("advantage NaN", "old NaN", "temperature of a token", "normalizer tensor 0"):
         gk.fused_grpo_loss(**CASES[name][0]())
-    assert not gk.group_advantages(spoiled((4,), math.inf, 2), num_generations=2).isfinite().all()
+    assert not gk.group_advantages(corrupted((4,), math.inf, 2), num_generations=2).isfinite().all()
 
 
 def test_the_package_lists_its_public_names():
