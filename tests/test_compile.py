@@ -13,6 +13,7 @@ import torch.fx.experimental.proxy_tensor
 from helpers import Batch, good_calls, leaves, make_batch, off_policy
 from teachers import KINDS, OWN, teacher_of
 from torch import func
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -274,6 +275,39 @@ def test_dispatch_modes_change_nothing(name):
     expected = gradient()
     for loss, grad in found:
         assert torch.allclose(loss, expected[0]) and torch.allclose(grad, expected[1], rtol=1e-4) and grad.any()
+
+
+ONE_OPERATOR = [name for name in FUNCTIONS if name not in ("grpo_loss_from_logits", "fused_policy_loss")]
+
+
+def without_group_ids(name: str) -> dict:
+    """A good call, but for the ids of groups, whose number decides shapes."""
+    return {key: x for key, x in good_calls()[name].items() if key != "group_ids"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_fake_tensors_have_shapes_alone(name):
+    """No check reads their values, and no kernel their memory."""
+    with FakeTensorMode():  # the inputs are made in it, too
+        given = without_group_ids(name)
+        first = next(iter(given))
+        x = given[first] = given[first].clone().requires_grad_()
+        if name in ONE_OPERATOR:
+            found = getattr(gk, name)(**given)
+            found = getattr(found, "loss", found)
+            (found[0] if isinstance(found, tuple) else found).sum().backward()
+            assert x.grad.shape == x.shape
+        else:
+            with pytest.raises(ValueError, match=f"^{name} is given to a call that is traced or compiled"):
+                getattr(gk, name)(**given)
+
+
+def test_a_buffer_of_a_traced_call_is_refused_as_such():
+    with FakeTensorMode():
+        given = without_group_ids("fused_grpo_loss")
+        total = torch.zeros_like(given["lm_head_weight"].requires_grad_())
+        with pytest.raises(ValueError, match=r"^accumulate_into is given to a call that is traced or compiled"):
+            gk.fused_grpo_loss(**given, accumulate_into=total)
 
 
 def test_functions_beside_the_loss_compile_too():

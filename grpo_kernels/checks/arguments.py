@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch as dispatch
 
 from ..argument import FLOATS, Argument
 from ..argument import NUMBERS as NUMBERS
@@ -131,7 +132,8 @@ def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
         raise TypeError(f"{name} is {kinds}; expected float32, and no float64 weight")
     fits = total.shape == weight.shape and total.is_contiguous()
     check_shape(name, total, fits, f"a contiguous {tuple(weight.shape)} like lm_head_weight")
-    eager = not torch.compiler.is_compiling()  # dynamo has neither bits nor addresses, and such a call takes no buffer
+    # Tracers have neither bits nor addresses, and such a call takes no buffer.
+    eager = not torch.compiler.is_compiling() and not in_tracing_mode()
     problems = {
         "has no effect under no_grad; leave it out": not torch.is_grad_enabled(),
         "requires a gradient; expected a buffer that gradients are added to": total.requires_grad,
@@ -259,12 +261,21 @@ def num_sequences_of(tokens: Tensor, cu_seqlens: Tensor | None, input_name: str 
 # --- checks of values -------------------------------------------------------------------------------------------------
 
 
+def in_tracing_mode() -> bool:
+    """Returns whether a mode records operations, to be run later or elsewhere: on fake or functional tensors, or
+    proxies of them."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    modes = dispatch._get_current_dispatch_mode_stack()
+    return any(getattr(mode, "_mode_key", None) is not None for mode in modes)  # those that torch knows by a key
+
+
 def checks_values(device: torch.device) -> bool:
     """Returns whether checks that read data are on for this device.
 
-    A function that is being compiled has no data yet. The operators in it look at theirs when it runs.
+    A function that is being compiled or traced has no data yet. The operators in it look at theirs when it runs.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or in_tracing_mode():
         return False
     return device.type == "cpu" or os.environ.get("GRPO_KERNELS_DEBUG") == "1"
 

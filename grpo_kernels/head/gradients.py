@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.operations import Backend
+from .shared import refuse_when_traced
 
 # Gradients of float16 logits are scaled so that the largest d loss / d logit of the call lies in [2^2, 2^3): those
 # down to 2^-17 of it keep all their bits, and no sum over the vocabulary comes near 65,504.
@@ -138,14 +139,19 @@ class _Precomputed(torch.autograd.Function):
 
 
 def compute_in_forward(
-    name: str, compute: Callable[..., tuple[tuple[Tensor, ...], PrecomputedGradients]], *inputs: Tensor | None
+    name: str,
+    compute: Callable[..., tuple[tuple[Tensor, ...], PrecomputedGradients]],
+    first: Tensor,
+    *inputs: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Returns the results of `compute`, called under no_grad; the first, a loss, is differentiable in the inputs.
 
     name: of the public function, for errors.
     """
+    if not torch.compiler.is_compiling():  # which breaks the graph here
+        refuse_when_traced(first, name, compute)  # kernels would take addresses of tensors that have none
     others: list[Tensor] = []
-    loss = _Precomputed.apply(name, compute, others, *inputs)
+    loss = _Precomputed.apply(name, compute, others, first, *inputs)
     return loss, *others
 
 

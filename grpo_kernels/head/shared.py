@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
+from ..checks.arguments import in_tracing_mode
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -40,10 +42,7 @@ def _has_tracer(hidden: Tensor) -> bool:
     them."""
     if torch.compiler.is_compiling() or type(hidden).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return True
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return False
-    modes = dispatch._get_current_dispatch_mode_stack()
-    return any(getattr(mode, "_mode_key", None) is not None for mode in modes)  # those that torch knows by a key
+    return in_tracing_mode()
 
 
 def hide_from_dispatch_modes(function: Function) -> Function:
